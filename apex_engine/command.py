@@ -1,0 +1,43 @@
+"""What every command of the project shares: how it fails, and where it talks.
+
+Text that is the command's result goes to stdout; plans, bars, tables and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from rich.console import Console
+
+from apex_engine.vocabulary import ApexError
+
+console = Console(stderr=True, highlight=False)
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Exit with 0, with 2 and one line for the user's mistakes, with 130 after Ctrl-C. Other errors keep their traceback."""
+    try:
+        main()
+        sys.stdout.flush()
+    except ApexError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(0)
+
+
+def human(nbytes: float) -> str:
+    """1536 -> "1.5 KiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

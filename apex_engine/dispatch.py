@@ -1,0 +1,66 @@
+"""From what a layer's tokens want to which twin serves which token: the table of the scorer, as arithmetic.
+
+    wanted  resident             what happens
+    HIGH    HIGH                 HIGH
+    HIGH    LOW or none          fetch HIGH: a resident LOW does not satisfy it
+    LOW     HIGH, LOW            the better of them
+    LOW     none                 fetch LOW
+    SKIP    HIGH, LOW            the better of them: it is free
+    SKIP    none                 dropped for this token
+
+An expert that several tokens chose is served to all of them at the highest precision any of them wants, and is dropped only
+when all of them would. In `deterministic` mode every token gets exactly what its own score says, resident or not; in `exact`
+mode everything is HIGH.
+
+Letters: T tokens, K chosen experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apex_engine.vocabulary import Precision
+
+Resident = Callable[[int, Precision], bool]
+
+
+class Use(NamedTuple):
+    """One twin and the (token, choice) pairs it serves. Precision.SKIP: the pairs that are dropped."""
+
+    expert: int
+    precision: Precision
+    tokens: NDArray[np.int64]
+    choices: NDArray[np.int64]
+
+
+def dispatch(chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, resident: Resident) -> list[Use]:
+    """Router choices `[T, K]` and wanted precisions `[T, K]` -> uses, each pair in exactly one, in order of the experts.
+
+    `resident(expert, precision)` is asked in adaptive mode only.
+    """
+    flat, wishes = chosen.ravel(), wanted.ravel()
+    order = np.argsort(flat, kind="stable")
+    experts, starts = np.unique(flat[order], return_index=True)
+    uses = []
+    for expert, pairs in zip(experts.tolist(), np.split(order, starts[1:]), strict=True):
+        if mode == "deterministic":
+            of_expert = wishes[pairs]
+            split = [(p, pairs[of_expert == p]) for p in reversed(Precision)]
+        elif mode == "exact":
+            split = [(Precision.HIGH, pairs)]
+        else:
+            split = [(_served(expert, Precision(wishes[pairs].max()), resident), pairs)]
+        uses += [Use(expert, p, *np.divmod(some, chosen.shape[1])) for p, some in split if some.size]
+    return uses
+
+
+def _served(expert: int, wish: Precision, resident: Resident) -> Precision:
+    if wish is Precision.HIGH or resident(expert, Precision.HIGH):
+        return Precision.HIGH
+    if wish is Precision.LOW or resident(expert, Precision.LOW):
+        return Precision.LOW
+    return Precision.SKIP

@@ -1,0 +1,197 @@
+"""One layer step: which twins, from where, and their weighted sum.
+
+    router's choice -> scorer (what is it worth?) -> dispatch (which twin serves it?) -> cache, loader -> kernel -> output
+
+Letters: T tokens, K chosen experts a token, H hidden.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apex_engine import scorer
+from apex_engine.cache import ExpertCache
+from apex_engine.config import Config
+from apex_engine.dispatch import Use, dispatch
+from apex_engine.kernels.reference import Activation, expert_ffn
+from apex_engine.ledger import TWINS, Ledger
+from apex_engine.loader import Loader
+from apex_engine.plan import Plan, make_plan
+from apex_engine.policies import POLICIES
+from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.store import ExpertStore
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+
+class Engine:
+    """The experts of one model: `model.apex`. Layer steps are serialised by one lock.
+
+    Raises ApexError when made: unfinished checkpoint, budget too small.
+    """
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.config = config
+        self.manifest = Manifest.read(folder)
+        self.plan: Plan = make_plan(config, self.manifest)
+        self.ledger = Ledger()
+        self._store = ExpertStore(folder, self.manifest)
+        stride = self.plan.stride
+        self._policy = POLICIES[config.policy](
+            len(self.manifest.layers), self.manifest.experts, stride[Precision.LOW] / stride[Precision.HIGH]
+        )
+        self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
+        self._cache: ExpertCache | None = None  # made on the device of the first token
+        self._loader: Loader | None = None
+        self._lock = threading.Lock()
+
+    def stats(self) -> dict[str, Any]:
+        """Options, plan, residency and the ledger since loading or the last `reset_stats`, as plain JSON."""
+        cache = self._cache
+        resident = {p.word: len(pool.slot_of) for p, pool in cache.pools.items()} if cache else {}
+        return {
+            "config": asdict(self.config),
+            "plan": {
+                "budget_bytes": self.plan.budget,
+                "slot_bytes": self.plan.slot_bytes,
+                "slots": {p.word: n for p, n in self.plan.slots.items()},
+                "blob_bytes": {p.word: n for p, n in self.plan.stride.items()},
+                "experts": self.plan.experts,
+                "dense_bytes": self.plan.dense_bytes,
+            },
+            "resident": {"bytes": cache.resident_bytes() if cache else 0, **resident},
+            "reads_bypass_page_cache": self._store.direct,
+            **self.ledger.summary(),
+        }
+
+    def reset_stats(self) -> None:
+        """Start the ledger afresh. Resident experts and the policy's records stay."""
+        self.ledger = Ledger()
+        if self._loader:
+            self._loader.ledger = self.ledger
+
+    def close(self) -> None:
+        """Close the expert files and free the slots. The model answers no more."""
+        self._store.close()
+        self._cache = self._loader = None
+
+    def begin_pass(self, tokens: int, new_sequence: bool) -> None:
+        """A forward pass over `tokens` tokens begins."""
+        if new_sequence:
+            self._policy.start_sequence()
+            self.ledger.sequences += 1
+        self._policy.start_pass(tokens)
+
+    def end_pass(self, phase: str, tokens: int, seconds: float) -> None:
+        """It has ended; `phase` is "prefill" or "decode"."""
+        self.ledger.tokens[phase] += tokens
+        self.ledger.seconds[phase] += seconds
+
+    @torch.no_grad()
+    def step(self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activate: Activation, finish: Activation | None) -> Tensor:
+        """Routed experts of one layer: `x` `[T, H]`, router's `chosen` and `weights` `[T, K]` -> `[T, H]` in the dtype of `x`.
+
+        The gate weights are applied and summed in float32, in the router's order whatever was resident. `finish` is the
+        family's norm of an expert's output, if it has one. Raises ApexError where an expert cannot be read.
+        """
+        with self._lock:
+            cache, loader = self._ready(x)
+            gates = weights.float().cpu().numpy()
+            ids = chosen.cpu().numpy()
+            wanted = (
+                np.full(ids.shape, Precision.HIGH, np.int8)
+                if self.config.mode == "exact"
+                else scorer.wanted(gates, self.config.t1, self.config.t2)
+            )
+            uses = dispatch(
+                ids, wanted, self.config.mode, lambda e, p: cache.find(ExpertId(layer, e), p) is not None
+            )
+            self._count(layer, uses, wanted, gates)
+            pairs = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
+            kernel = _Kernel(x, weights, pairs, activate, finish)
+            try:
+                self._serve(layer, [use for use in uses if use.precision is not Precision.SKIP], kernel, cache, loader)
+            finally:
+                self.ledger.compute_seconds += kernel.seconds
+            return pairs.sum(1).to(x.dtype)
+
+    def _serve(self, layer: int, uses: list[Use], kernel: _Kernel, cache: ExpertCache, loader: Loader) -> None:
+        """Compute every use: first the resident ones, then the missing, in turns when they outnumber the slots."""
+        pinned: list[tuple[Precision, int]] = []  # kept for the whole step if the slots allow
+        missing = []
+        try:
+            for use in uses:
+                slot = cache.find(ExpertId(layer, use.expert), use.precision)
+                if slot is None:
+                    missing.append(use)
+                else:
+                    cache.pin(use.precision, slot)
+                    pinned.append((use.precision, slot))
+                    self.ledger.hits[use.precision] += 1
+                    kernel(use, cache, slot)
+            for use in missing:
+                expert = ExpertId(layer, use.expert)
+                slot = loader.fetch(expert, use.precision, layer)
+                if slot is None:  # every slot holds an expert this step is through with
+                    _release(pinned, cache)
+                    slot = loader.fetch(expert, use.precision, layer)
+                assert slot is not None, "no slot although nothing is pinned"
+                pinned.append((use.precision, slot))
+                kernel(use, cache, slot)
+        finally:
+            _release(pinned, cache)
+
+    def _count(self, layer: int, uses: list[Use], wanted: np.ndarray, gates: np.ndarray) -> None:
+        ledger = self.ledger
+        magnitude = np.abs(gates)
+        for precision, n in zip(Precision, np.bincount(wanted.ravel(), minlength=len(Precision)), strict=True):
+            ledger.asked[precision] += int(n)
+        for use in uses:
+            count = len(use.tokens)
+            ledger.calls[use.precision] += count
+            ledger.mass[use.precision] += float(magnitude[use.tokens, use.choices].sum())
+            if use.precision is not Precision.SKIP:
+                self._policy.use(layer, use.expert, use.precision, count)
+
+    def _ready(self, x: Tensor) -> tuple[ExpertCache, Loader]:
+        if self._cache is None or self._loader is None:
+            self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, x.device)
+            self._loader = Loader(self._store, self._cache, self.ledger, x.device)
+        held = next(iter(self._cache.pools.values())).memory.device
+        if held != x.device:
+            raise ApexError(f"the experts are on {held} but the model is on {x.device}: give the device to apex_engine.load")
+        return self._cache, self._loader
+
+
+class _Kernel:
+    """Computes one use at a time into `pairs`, and keeps the time."""
+
+    def __init__(self, x: Tensor, weights: Tensor, pairs: Tensor, activate: Activation, finish: Activation | None) -> None:
+        self._x, self._activate, self._finish = x, activate, finish
+        self._gates = weights.float().reshape(-1, 1)  # [T K, 1]
+        self._out = pairs.view(-1, pairs.shape[-1])  # [T K, H]
+        self._choices = pairs.shape[1]
+        self.seconds = 0.0
+
+    def __call__(self, use: Use, cache: ExpertCache, slot: int) -> None:
+        start = time.perf_counter()
+        pool = cache.pools[use.precision]
+        tokens = torch.from_numpy(use.tokens).to(self._x.device)
+        out = expert_ffn(self._x[tokens], pool.views[slot], pool.layout, self._activate)
+        if self._finish:
+            out = self._finish(out)
+        rows = torch.from_numpy(use.tokens * self._choices + use.choices).to(self._x.device)
+        self._out[rows] = out.float() * self._gates[rows]
+        self.seconds += time.perf_counter() - start
+
+
+def _release(pinned: list[tuple[Precision, int]], cache: ExpertCache) -> None:
+    while pinned:
+        cache.unpin(*pinned.pop())

@@ -1,0 +1,113 @@
+"""Makes `apex` a quantization method of transformers, so that `from_pretrained` on an apex checkpoint returns the model."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from apex_engine.config import Config
+from apex_engine.engine import Engine
+from apex_engine.experts import ApexExperts
+from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest
+from apex_engine.quantize.source import find_experts
+from apex_engine.vocabulary import ApexError
+
+
+def load(
+    folder: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu", **options: Any
+) -> PreTrainedModel:
+    """The model of an apex checkpoint. `options` are those of `Config`; `dtype` defaults to the checkpoint's own.
+
+    `model.apex` is the `Engine`: `model.apex.stats()`. Raises ApexError for an unfinished or foreign checkpoint, an unknown
+    option, a budget that is too small.
+    """
+    Config.make(**options)
+    folder = Path(folder)
+    if not (folder / "config.json").is_file() or not (folder / MANIFEST).is_file():
+        if not folder.is_dir():
+            raise ApexError(f"{folder} is no directory: name an apex checkpoint made by `python -m apex_engine.quantize`")
+        Manifest.read(folder)
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = {**config.quantization_config, "runtime": options}
+    placement = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", **placement)
+
+
+@register_quantization_config("apex")
+class ApexQuantizationConfig(QuantizationConfigMixin):
+    """The `quantization_config` of an apex checkpoint's config.json; `runtime` carries the options of `load` and is not saved."""
+
+    def __init__(self, version: int = FORMAT_VERSION, runtime: dict[str, Any] | None = None, **_: Any) -> None:
+        self.quant_method = "apex"
+        self.version = version
+        self.runtime = runtime or {}
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"quant_method": "apex", "version": self.version}
+
+
+@register_quantizer("apex")
+class ApexQuantizer(HfQuantizer):
+    """Replaces the experts modules before the dense weights are loaded, and hands them the engine afterwards."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ApexError("an apex checkpoint is loaded from its directory, not from a state dict")
+        self._engine = Engine(Path(checkpoint_files[0]).parent, Config.make(**self.quantization_config.runtime))
+        modules = find_experts(model)
+        layers = self._engine.manifest.layers
+        if [name.removeprefix("model.") for name in modules] != [layer.module.removeprefix("model.") for layer in layers]:
+            raise ApexError("the MoE layers of the model are not those of the checkpoint: quantize again with this transformers")
+        for index, (name, module) in enumerate(modules.items()):
+            model.set_submodule(name, ApexExperts(module, index))
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        for module in model.modules():
+            if isinstance(module, ApexExperts):
+                module.engine = self._engine
+        model.apex = self._engine
+        _watch(model, self._engine)
+        return model
+
+    def is_serializable(self, **_: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def _watch(model: PreTrainedModel, engine: Engine) -> None:
+    """Tell the engine of each forward pass: a pass without past begins a sequence."""
+    signature = inspect.signature(model.forward)
+    passes: list[tuple[str, int, float]] = []
+
+    def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**kwargs, **signature.bind_partial(*args).arguments}
+        ids = given.get("input_ids")
+        batch, length = (ids if ids is not None else given["inputs_embeds"]).shape[:2]
+        # By type: the argument has been called `past_key_values` and `cache` by different versions of transformers.
+        past = next((value for value in given.values() if isinstance(value, Cache)), None)
+        new = past is None or past.get_seq_length() == 0
+        engine.begin_pass(batch * length, new)
+        passes.append(("decode" if length == 1 and not new else "prefill", batch * length, time.perf_counter()))
+
+    def after(*_: Any) -> None:
+        if passes:  # empty when `before` itself failed
+            phase, tokens, start = passes.pop()
+            engine.end_pass(phase, tokens, time.perf_counter() - start)
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, always_call=True)

@@ -1,0 +1,97 @@
+"""Which resident expert makes room: arithmetic over counts and distances, nothing else.
+
+A policy is told what is used and is asked for priorities; the resident twin with the lowest one is evicted. Records start
+afresh with every sequence, contents of the cache stay.
+
+Letters: L MoE layers, E experts a layer.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apex_engine.vocabulary import Precision
+
+Index = NDArray[np.int64]
+
+
+class Policy(Protocol):
+    """Contract of an eviction policy. None of its methods looks at the cache or the clock."""
+
+    def start_sequence(self) -> None:
+        """Forget all records."""
+
+    def start_pass(self, tokens: int) -> None:
+        """A forward pass over `tokens` tokens begins."""
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        """`count` tokens of this pass used this twin. Called once for each twin a layer uses in a pass."""
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        """Priority of each twin `(layers[i], experts[i])` while layer `now` is at work; changes nothing."""
+
+
+class Lru:
+    """Least recently used first."""
+
+    def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
+        self._last = np.zeros((3, layers, experts))
+        self._clock = 0
+
+    def start_sequence(self) -> None:
+        self._last[:] = 0
+        self._clock = 0
+
+    def start_pass(self, tokens: int) -> None:
+        pass
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        self._clock += 1
+        self._last[precision, layer, expert] = self._clock
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        return self._last[precision, layers, experts]
+
+
+class Lcu:
+    """Least costly used first (MoE-APEX, sequence level). An expert's priority is
+
+        p = C / T + [used in the last pass] / D,   C = H + (B_low / B_high) * L,   D = ((l - l_now + L) mod L) + 0.1
+
+    H, L: tokens that used its HIGH / LOW twin in this sequence; T: tokens so far; B: real bytes of the twins; D: layers until
+    the expert's layer comes round again.
+    """
+
+    def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
+        """`cost_ratio`: B_low / B_high."""
+        self._cost = np.zeros((layers, experts))
+        self._last_pass = np.full((layers, experts), -1)
+        self._weight = {Precision.HIGH: 1.0, Precision.LOW: cost_ratio}
+        self._layers = layers
+        self._tokens = self._pass = 0
+
+    def start_sequence(self) -> None:
+        self._cost[:] = 0
+        self._last_pass[:] = -1
+        self._tokens = self._pass = 0
+
+    def start_pass(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._pass += 1
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        self._cost[layer, expert] += count * self._weight[precision]
+        self._last_pass[layer, expert] = self._pass
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        # The last pass over a layer is this one for the layers up to `now` and the one before for those still to come.
+        last = np.where(layers <= now, self._pass, self._pass - 1)
+        recent = self._last_pass[layers, experts] >= last
+        distance = (layers - now) % self._layers + 0.1
+        return self._cost[layers, experts] / max(self._tokens, 1) + recent / distance
+
+
+POLICIES = {"lcu": Lcu, "lru": Lru}

@@ -1,0 +1,41 @@
+"""Cumulative-gate scorer: what each expert a token chose is worth to it, from the token's gate weights alone.
+
+With a token's chosen experts in order of decreasing |gate weight|, weights normalised to sum 1 (MoE-APEX, section on
+token-level loading; HOBBIT uses the same rule):
+
+    s_0 = 0,  s_i = sum over j < i of |g_j|         s <= T1: HIGH    T1 < s <= T2: LOW    s > T2: SKIP
+
+Letters: T tokens, K chosen experts a token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apex_engine.vocabulary import Precision
+
+
+def scores(weights: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Cumulative score of each chosen expert, in the order given: gate weights `[T, K]` -> `[T, K]`, in [0, 1)."""
+    magnitude = np.abs(weights)
+    order = np.argsort(-magnitude, axis=1, kind="stable")
+    ranked = np.take_along_axis(magnitude, order, axis=1)
+    total = np.maximum(ranked.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    before = np.zeros_like(ranked)
+    np.cumsum(ranked[:, :-1] / total, axis=1, out=before[:, 1:])
+    result = np.empty_like(before)
+    np.put_along_axis(result, order, before, axis=1)
+    return result
+
+
+def wanted(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.int8]:
+    """Precision (as its integer) that each chosen expert of each token is worth: gate weights `[T, K]` -> `[T, K]`.
+
+    A gate weight that is not a number wants HIGH: nothing is dropped on account of it, and it shows in the output.
+    """
+    s = scores(weights)
+    result = np.full(s.shape, Precision.HIGH, np.int8)
+    result[s > np.float32(t1)] = Precision.LOW
+    result[s > np.float32(t2)] = Precision.SKIP
+    return result

@@ -1,0 +1,89 @@
+"""The twins on disk: one read an expert, straight into the memory given.
+
+Reads go past the page cache (O_DIRECT) where the file system allows it: the file cache would otherwise hold a second copy of
+the experts, and make every measured load look free. Each blob's checksum is compared the first time it is read.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+from torch import Tensor
+
+from apex_engine.kernels.layout import Layout
+from apex_engine.quantize.checkpoint import LayerEntry, Manifest, data_offset
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+
+class ExpertStore:
+    """The expert files of a finished checkpoint, open for reading. `direct`: whether the page cache is bypassed."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder, self._manifest = folder, manifest
+        self._verified: set[tuple[ExpertId, Precision]] = set()
+        self._files: dict[tuple[int, Precision], tuple[int, int, str]] = {}  # (layer, precision) -> fd, data offset, name
+        self.direct = True
+        try:
+            for index, layer in enumerate(manifest.layers):
+                for precision in (Precision.HIGH, Precision.LOW):
+                    self._open(index, layer, precision)
+        except BaseException:
+            self.close()
+            raise
+
+    def layout(self, precision: Precision) -> Layout:
+        return self._manifest.high if precision is Precision.HIGH else self._manifest.low
+
+    def read(self, expert: ExpertId, precision: Precision, blob: Tensor) -> int:
+        """Fill `blob`, uint8 `[stride]` on the CPU at a multiple of 4096, and return the bytes read.
+
+        Raises ApexError naming layer, expert, precision and file where the read fails, ends early, or brings other bytes than
+        were written; `blob` then holds nothing valid.
+        """
+        fd, offset, name = self._files[expert.layer, precision]
+        buffer = memoryview(blob.numpy())
+        position, done = offset + expert.expert * len(buffer), 0
+        try:
+            while done < len(buffer):
+                got = os.preadv(fd, [buffer[done:]], position + done)
+                if not got:
+                    raise self._error(expert, precision, name, f"the file ends after {done:,} of {len(buffer):,} bytes")
+                done += got
+        except OSError as error:
+            raise self._error(expert, precision, name, os.strerror(error.errno or 0)) from None
+        self._verify(expert, precision, name, buffer)
+        return done
+
+    def close(self) -> None:
+        for fd, _, _ in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def _open(self, index: int, layer: LayerEntry, precision: Precision) -> None:
+        name = layer.high if precision is Precision.HIGH else layer.low
+        path = self._folder / name
+        offset = data_offset(path, self.layout(precision), self._manifest.experts)
+        flags = os.O_RDONLY | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+            self.direct = self.direct and hasattr(os, "O_DIRECT")
+        except OSError:  # tmpfs and some network file systems
+            fd = os.open(path, flags)
+            self.direct = False
+        self._files[index, precision] = fd, offset, name
+
+    def _verify(self, expert: ExpertId, precision: Precision, name: str, buffer: memoryview) -> None:
+        if (expert, precision) in self._verified:
+            return
+        if zlib.crc32(buffer) != self._manifest.files[name].blobs[expert.expert]:
+            raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
+        self._verified.add((expert, precision))
+
+    def _error(self, expert: ExpertId, precision: Precision, name: str, what: str) -> ApexError:
+        layer = self._manifest.layers[expert.layer]
+        return ApexError(
+            f"layer {layer.number} ({layer.module}), expert {expert.expert}, {precision.name} twin cannot be read from "
+            f"{self._folder / name}: {what}. Copy the checkpoint again, or quantize again"
+        )

@@ -1,0 +1,356 @@
+"""Source checkpoint -> apex checkpoint, one layer at a time, resumable.
+
+A file gets its final name only when it is whole; a journal in the target records what is done, so that a run that was cut
+short goes on where it stopped, and the manifest takes the journal's place at the very end.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from apex_engine.kernels.layout import MATRICES, RAW, Layout, MatrixFormat, dequantize
+from apex_engine.kernels.packing import GROUP_SIZES
+from apex_engine.quantize.checkpoint import (
+    FORMAT_VERSION,
+    MANIFEST,
+    PART,
+    FileEntry,
+    LayerEntry,
+    Manifest,
+    atomic_path,
+    expert_file,
+    expert_file_bytes,
+    expert_file_name,
+    sha256_of,
+)
+from apex_engine.quantize.methods import METHODS, encode
+from apex_engine.quantize.source import MoeLayer, Source
+from apex_engine.vocabulary import ApexError
+
+JOURNAL = "apex-journal.jsonl"
+DENSE_SHARD = 1 << 30  # bytes of a dense file, unless one tensor is larger
+COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}  # suffixes of the source's files copied whole
+HIGH_FORMATS = ("16bit", "bfloat16", "float16", "int8")
+Progress = Callable[[int], None]  # called with the number of experts just finished
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the twins are made of. Defaults live here only."""
+
+    high: str = "16bit"  # "16bit" is the source's own dtype, lossless
+    low_method: str = "clip"
+    low_down: int = 2  # bits of the down matrix in the LOW twin; the up matrix always has 2
+    group_size: int = 64
+
+    def layouts(self, source: Source) -> tuple[Layout, Layout]:
+        """(HIGH, LOW) layouts for a source. Raises ApexError where an option does not fit it."""
+        if self.high not in HIGH_FORMATS:
+            raise ApexError(f"unknown HIGH format {self.high}: choose from {', '.join(HIGH_FORMATS)}")
+        if self.low_method not in METHODS:
+            raise ApexError(f"unknown LOW method {self.low_method}: choose from {', '.join(METHODS)}")
+        if self.low_down not in (2, 3, 4):
+            raise ApexError(f"the LOW down matrix can have 2, 3 or 4 bits, not {self.low_down}")
+        shape = source.layers[0].shape
+        columns = {matrix: shape.matrix(matrix)[1] for matrix in MATRICES}
+        misfits = [f"{matrix} ({k} inputs)" for matrix, k in columns.items() if self.group_size < 1 or k % self.group_size]
+        if misfits or self.group_size not in GROUP_SIZES:
+            fitting = [g for g in GROUP_SIZES if all(k % g == 0 for k in columns.values())]
+            where = f" does not divide {' and '.join(misfits)} of {source.layers[0].module}" if misfits else " is not usable"
+            advice = f"use one of {', '.join(map(str, fitting))}" if fitting else "this model cannot have INT2 twins"
+            raise ApexError(f"group size {self.group_size}{where}: {advice}")
+        if self.high == "16bit" and source.expert_dtype not in RAW:
+            raise ApexError(
+                f"the experts of {source.folder} are {source.expert_dtype}: a 16-bit HIGH twin would round them. "
+                "Say so with --high bfloat16 or --high float16, or use --high int8"
+            )
+        high = MatrixFormat(source.expert_dtype if self.high == "16bit" else self.high)
+        up, down = MatrixFormat("int2", self.group_size), MatrixFormat(f"int{self.low_down}", self.group_size)
+        return Layout(shape, high, high), Layout(shape, up, down)
+
+
+def convert(name: str, source: Source, folder: Path, options: Options, progress: Progress) -> tuple[Manifest, bool]:
+    """Write the apex checkpoint of `source` (called `name` by the user) into `folder`.
+
+    Returns the manifest, and whether anything was done: a finished checkpoint of the same source and options is left as
+    it is. Raises ApexError where `folder` holds anything else, the disk is too small, or a weight is not finite.
+    """
+    high, low = options.layouts(source)
+    identity = {"version": FORMAT_VERSION, "fingerprint": source.fingerprint, "options": asdict(options)}
+    if (folder / MANIFEST).is_file():
+        finished = Manifest.read(folder)
+        _refuse_mix(folder, identity, {"version": FORMAT_VERSION, "fingerprint": finished.fingerprint, "options": finished.options})
+        return finished, False
+    with _Journal(folder, identity) as journal, _disk_errors(folder):
+        plan = _dense_plan(source)
+        _check_space(source, folder, high, low, plan, journal)
+        for layer in source.layers:
+            if journal.has(_file_names(layer, high, low)):
+                progress(layer.experts)
+            else:
+                files, errors = _write_layer(source, layer, folder, high, low, options, progress)
+                journal.add(files, layer.number, errors)
+        for dense_name, tensors in plan.items():
+            if not journal.has((dense_name,)):
+                journal.add({dense_name: _write_dense(source, folder / dense_name, tensors)})
+        others = _copy_rest(source, folder, plan)
+        manifest = Manifest(
+            source=name,
+            fingerprint=source.fingerprint,
+            options=asdict(options),
+            experts=source.layers[0].experts,
+            high=high,
+            low=low,
+            layers=tuple(
+                LayerEntry(layer.number, layer.module, *_file_names(layer, high, low)) for layer in source.layers
+            ),
+            dense_bytes=sum(source.tensors[key].nbytes for key in source.dense),
+            files={**journal.files, **others},
+            errors=_summary(journal.errors),
+        )
+        manifest.write(folder)
+        journal.remove()
+    return manifest, True
+
+
+def _file_names(layer: MoeLayer, high: Layout, low: Layout) -> tuple[str, str]:
+    return expert_file_name(layer.number, high.up.name), expert_file_name(layer.number, low.up.name)
+
+
+def _write_layer(
+    source: Source, layer: MoeLayer, folder: Path, high: Layout, low: Layout, options: Options, progress: Progress
+) -> tuple[dict[str, FileEntry], dict[str, list[list[float]]]]:
+    """Both expert files of a layer. Returns their entries, and `[squared error, squared weight]` of each expert and matrix."""
+    names = _file_names(layer, high, low)
+    errors: dict[str, list[list[float]]] = {}
+    with (
+        expert_file(folder / names[0], high, layer.experts) as high_file,
+        expert_file(folder / names[1], low, layer.experts) as low_file,
+    ):
+        for e, expert in enumerate(source.expert(layer)):
+            for twin, layout, file in (("high", high, high_file), ("low", low, low_file)):
+                try:
+                    blob, sums = make_blob(expert, layout, options.low_method)
+                except ValueError as error:
+                    raise ApexError(
+                        f"{layer.module}, expert {e}: {error}. Nothing sound can be made of it: download the source again, "
+                        "or take a sound checkpoint"
+                    ) from None
+                file.append(blob)
+                for matrix, pair in sums.items():
+                    errors.setdefault(f"{twin}.{matrix}", []).append(pair)
+            progress(1)
+    return {names[0]: high_file.entry(), names[1]: low_file.entry()}, errors
+
+
+def make_blob(expert: dict[str, Tensor], layout: Layout, method: str) -> tuple[Tensor, dict[str, list[float]]]:
+    """One twin of one expert: its blob, uint8 `[stride]`, and `[squared error, squared weight]` of each matrix.
+
+    `expert`: "up.weight", "down.weight" `[N, K]` and the biases. Raises ValueError naming the matrix that cannot be encoded.
+    """
+    blob = torch.zeros(layout.stride, dtype=torch.uint8)
+    views = layout.views(blob)
+    sums = {}
+    for matrix in MATRICES:
+        weight = expert[f"{matrix}.weight"]
+        try:
+            fields = encode(weight, layout.format(matrix), method)
+        except ValueError as error:
+            raise ValueError(f"the {matrix} matrix {error}") from None
+        if layout.shape.bias:
+            fields["bias"] = expert[f"{matrix}.bias"]
+        for name, value in fields.items():
+            views[f"{matrix}.{name}"].copy_(value)
+        exact = weight.float()
+        error = dequantize(views, matrix, layout).sub_(exact)
+        sums[matrix] = [error.square_().sum(dtype=torch.float64).item(), exact.square().sum(dtype=torch.float64).item()]
+    return blob, sums
+
+
+def _summary(errors: dict[int, dict[str, list[list[float]]]]) -> dict[str, Any]:
+    """Relative error `|w - twin| / |w|` of each twin and matrix over the whole model, and the worst single matrix of each."""
+    summary = {}
+    for kind in sorted(next(iter(errors.values()))):
+        rows = [(*pair, number, e) for number in sorted(errors) for e, pair in enumerate(errors[number][kind])]
+        ratio, number, expert = max((_ratio(error, weight), number, e) for error, weight, number, e in rows)
+        summary[kind] = {
+            "error": _ratio(sum(row[0] for row in rows), sum(row[1] for row in rows)),
+            "worst": {"error": ratio, "layer": number, "expert": expert},
+        }
+    return summary
+
+
+def _ratio(error: float, weight: float) -> float:
+    return math.sqrt(error / weight) if weight else 0.0
+
+
+def _dense_plan(source: Source) -> dict[str, list[str]]:
+    """Dense file name -> the tensors in it, in the order of the source's shards."""
+    groups: list[list[str]] = []
+    size = DENSE_SHARD
+    for name in sorted(source.dense, key=lambda name: (source.tensors[name].shard.name, name)):
+        nbytes = source.tensors[name].nbytes
+        if size + nbytes > DENSE_SHARD:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += nbytes
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
+
+
+def _write_dense(source: Source, path: Path, names: list[str]) -> FileEntry:
+    with atomic_path(path) as part:
+        save_file({name: source.read(name) for name in names}, part, metadata={"format": "pt"})
+    return FileEntry(path.stat().st_size, sha256_of(path))
+
+
+def _copy_rest(source: Source, folder: Path, plan: dict[str, list[str]]) -> dict[str, FileEntry]:
+    """config.json with the quantization entry, the dense index, and the source's tokenizer, template and other small files."""
+    written: dict[str, bytes] = {}
+    for path in sorted(source.folder.iterdir()):
+        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
+            written[path.name] = path.read_bytes()
+    entry = {"quant_method": "apex", "version": FORMAT_VERSION}
+    config = {**source.config_json, "quantization_config": entry}
+    written["config.json"] = json.dumps(config, indent=2).encode()
+    if len(plan) > 1:
+        total = sum(source.tensors[key].nbytes for key in source.dense)
+        weight_map = {tensor: name for name, tensors in plan.items() for tensor in tensors}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        written["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+    for name, content in written.items():
+        with atomic_path(folder / name) as part:
+            part.write_bytes(content)
+    return {name: FileEntry(len(content), sha256(content).hexdigest()) for name, content in written.items()}
+
+
+def _check_space(
+    source: Source, folder: Path, high: Layout, low: Layout, plan: dict[str, list[str]], journal: _Journal
+) -> None:
+    needed = 1 << 20  # the small files
+    for layer in source.layers:
+        if not journal.has(_file_names(layer, high, low)):
+            needed += sum(expert_file_bytes(layout, layer.experts) for layout in (high, low))
+    for name, tensors in plan.items():
+        if not journal.has((name,)):
+            needed += sum(source.tensors[tensor].nbytes for tensor in tensors)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ApexError(f"{folder} needs {needed:,} more bytes, and its disk has {free:,} free: make room or choose another disk")
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ApexError(f"writing to {folder} failed ({error}): make room and run again, it goes on where it stopped") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+            raise
+        raise ApexError(
+            f"writing to {folder} failed ({os.strerror(error.errno)}): mend that and run again, it goes on where it stopped"
+        ) from None
+
+
+def _refuse_mix(folder: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
+    if wanted["fingerprint"] != found.get("fingerprint"):
+        raise ApexError(f"{folder} holds the twins of another model: choose another directory, or delete this one")
+    if wanted != found:
+        old, new = found.get("options", {}), wanted["options"]
+        changed = ", ".join(f"{k} {old.get(k)} -> {new[k]}" for k in new if old.get(k) != new[k]) or "format version"
+        raise ApexError(
+            f"{folder} was made with other options ({changed}): choose another directory, delete this one, or ask for the same"
+        )
+
+
+class _Journal:
+    """The record of a conversion under way: one line of identity, then one a finished step. Holds a lock on the folder."""
+
+    def __init__(self, folder: Path, identity: dict[str, Any]) -> None:
+        self._folder, self._path, self._identity = folder, folder / JOURNAL, identity
+        self.files: dict[str, FileEntry] = {}
+        self.errors: dict[int, dict[str, list[list[float]]]] = {}  # layer -> "low.down" -> expert -> [error, weight]
+
+    def __enter__(self) -> _Journal:
+        if self._folder.exists() and not self._folder.is_dir():
+            raise ApexError(f"{self._folder} is a file: name a directory to write to")
+        if self._folder.is_dir() and any(self._folder.iterdir()) and not self._path.is_file():
+            raise ApexError(f"{self._folder} is not empty and holds no unfinished conversion: choose another directory")
+        with _disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ApexError(f"another run is writing to {self._folder}: wait for it, or choose another directory") from None
+        for part in self._folder.rglob(f"*{PART}"):  # left by a run that was killed
+            part.unlink()
+        self._replay()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def _replay(self) -> None:
+        self._file.seek(0)
+        text = self._file.read()
+        whole = text[: text.rfind("\n") + 1]  # a last line without its end was cut by a kill: that step is done again
+        lines = whole.splitlines()
+        if not lines:
+            self._file.truncate(0)
+            self._append(self._identity)
+            return
+        _refuse_mix(self._folder, self._identity, json.loads(lines[0]))
+        self._file.truncate(len(whole.encode()))
+        for line in lines[1:]:
+            step = json.loads(line)
+            files = {name: FileEntry(n, sha, tuple(blobs)) for name, (n, sha, blobs) in step["files"].items()}
+            if all(self._on_disk(name, entry) for name, entry in files.items()):
+                self._record(files, step["layer"], step["errors"])
+
+    def _on_disk(self, name: str, entry: FileEntry) -> bool:
+        path = self._folder / name
+        return path.is_file() and path.stat().st_size == entry.nbytes
+
+    def _record(self, files: dict[str, FileEntry], layer: int | None, errors: dict[str, list[list[float]]]) -> None:
+        self.files |= files
+        if layer is not None:
+            self.errors[layer] = errors
+
+    def has(self, names: tuple[str, ...]) -> bool:
+        return all(name in self.files for name in names)
+
+    def add(
+        self, files: dict[str, FileEntry], layer: int | None = None, errors: dict[str, list[list[float]]] | None = None
+    ) -> None:
+        """Record finished files; `layer` and its `errors` for expert files."""
+        rows = {name: [entry.nbytes, entry.sha256, entry.blobs] for name, entry in files.items()}
+        self._append({"files": rows, "layer": layer, "errors": errors or {}})
+        self._record(files, layer, errors or {})
+
+    def _append(self, step: dict[str, Any]) -> None:
+        self._file.write(json.dumps(step) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def remove(self) -> None:
+        self._path.unlink()
