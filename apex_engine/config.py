@@ -32,7 +32,7 @@ class Config:
     t1: float = 0.6
     t2: float = 0.9
     memory: int | str = "25%"
-    low_share: float = 0.2
+    low_share: float = 0.1
     policy: str = "lcu"
 
     def __post_init__(self) -> None:

@@ -60,6 +60,12 @@ class ApexQuantizer(HfQuantizer):
 
     requires_calibration = False
 
+    def __init__(self, quantization_config: ApexQuantizationConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        # What transformers loads is the dense part, which is as in the source: the ordinary rules for dtypes hold for it
+        # (as "pre-quantized", transformers 5.17 would leave every renamed tensor in the dtype it has on disk).
+        self.pre_quantized = False
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:

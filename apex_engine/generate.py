@@ -1,0 +1,246 @@
+"""python -m apex_engine.generate [MODEL] [PROMPT]: text from an apex checkpoint, under a memory budget, with its ledger."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, TextStreamer, set_seed
+from transformers.utils import logging as transformers_logging
+
+from apex_engine.command import console, human, run
+from apex_engine.config import MODES, Config
+from apex_engine.hook import load
+from apex_engine.plan import Plan, kv_bytes, make_plan
+from apex_engine.policies import POLICIES
+from apex_engine.quantize.__main__ import quantize
+from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest
+from apex_engine.quantize.convert import Options
+from apex_engine.quantize.source import resolve
+from apex_engine.vocabulary import ApexError, Precision
+
+DEMO_PROMPT = "Rev3:1 And I saw a great"
+SAMPLING = {  # transformers' own generation flags: name -> type
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "no_repeat_ngram_size": int,
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    default = Config()
+    p = argparse.ArgumentParser(
+        prog="python -m apex_engine.generate",
+        description="Generate text with an apex checkpoint. Without arguments: the bundled model (quantized on first use) and a "
+        "prompt of its own. The default mode, adaptive, serves some experts at INT2 or not at all; the ledger at the end "
+        "says how much, and --mode exact forbids it.",
+    )
+    p.add_argument("model", nargs="?", help="folder written by `python -m apex_engine.quantize`; default: the bundled model")
+    p.add_argument("prompt", nargs="?", help="the prompt; `-` reads it from stdin")
+    p.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
+    p.add_argument("--raw", action="store_true", help="give the prompt as it is, although the tokenizer has a chat template")
+    p.add_argument("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
+    engine = p.add_argument_group("engine")
+    engine.add_argument("--mode", choices=MODES, default=default.mode, help="default: %(default)s")
+    engine.add_argument(
+        "--memory",
+        default=default.memory,
+        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; default: %(default)s',
+    )
+    engine.add_argument("--t1", type=float, default=default.t1, help="gate score up to which an expert is HIGH; default: %(default)s")
+    engine.add_argument("--t2", type=float, default=default.t2, help="score above which it is skipped; default: %(default)s")
+    engine.add_argument(
+        "--low-share", type=float, default=default.low_share, help="share of the memory for LOW twins; default: %(default)s"
+    )
+    engine.add_argument("--policy", choices=POLICIES, default=default.policy, help="eviction; default: %(default)s")
+    engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
+    engine.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the computation; default: the model's"
+    )
+    engine.add_argument("--stats", choices=("table", "json", "none"), default="table", help="the ledger, on stderr; default: table")
+    sampling = p.add_argument_group("sampling (transformers' own flags)")
+    sampling.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
+    for name, kind in SAMPLING.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    sampling.add_argument("--seed", type=int, default=0, help="of the sampling; default: %(default)s")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    config = Config(args.mode, args.t1, args.t2, args.memory, args.low_share, args.policy)
+    device = _device(args.device)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    folder = Path(args.model) if args.model else demo_checkpoint()
+    manifest = _manifest(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = _encode(tokenizer, _prompt(args), args.raw)
+    model_config = AutoConfig.from_pretrained(folder)
+    context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
+    plan = make_plan(config, manifest)
+    if args.stats != "json":
+        show_plan(plan, config, kv_bytes(model_config, context, 2 if args.dtype != "float32" else 4), context)
+
+    model = load(folder, dtype=None if args.dtype == "auto" else args.dtype, device=device, **vars(config))
+    set_seed(args.seed)
+    chosen = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    _check_sampling(chosen, args.do_sample)
+    inputs = ids.to(device)
+    try:
+        model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            max_new_tokens=args.max_new_tokens,
+            do_sample=args.do_sample,
+            **chosen,
+        )
+    finally:  # after Ctrl-C too: what was done so far
+        show_stats(model, args.stats)
+
+
+def demo_checkpoint() -> Path:
+    """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
+    source = resolve("tiny")
+    identity = hashlib.sha256((source / "config.json").read_bytes() + str((source, FORMAT_VERSION)).encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
+    folder = cache / f"tiny-mixtral-{identity}"
+    if not (folder / MANIFEST).is_file():
+        console.print(f"quantizing the bundled model into {folder} (once)")
+        quantize("tiny", folder, Options())
+    return folder
+
+
+def _manifest(folder: Path) -> Manifest:
+    if not folder.is_dir():
+        raise ApexError(
+            f"{folder} is no directory: name an apex checkpoint. Make one with `python -m apex_engine.quantize SOURCE -o {folder}`"
+        )
+    return Manifest.read(folder)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ApexError(f"device {name} asked for, but torch sees no CUDA device here: use --device cpu, or install a CUDA build of torch")
+    return device
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt is not None and args.file:
+        raise ApexError("two prompts: give it as an argument or with --file, not both")
+    try:
+        if args.file:
+            text = args.file.read_text()
+        elif args.prompt == "-" or (args.prompt is None and args.model and not sys.stdin.isatty()):
+            text = sys.stdin.read()
+        else:
+            text = args.prompt if args.prompt is not None else DEMO_PROMPT if not args.model else ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise ApexError(f"the prompt cannot be read: {error}") from None
+    if not text:
+        raise ApexError("no prompt: give it as the second argument, with --file, or on stdin")
+    return text
+
+
+def _encode(tokenizer: Any, text: str, raw: bool) -> torch.Tensor:
+    """Token ids `[1, N]`."""
+    if tokenizer.chat_template and not raw:
+        turn = [{"role": "user", "content": text}]
+        encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    else:
+        encoded = tokenizer(text, return_tensors="pt")
+    return encoded["input_ids"]
+
+
+def _check_length(config: Any, prompt: int, new: int) -> int:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if new < 1:
+        raise ApexError(f"--max-new-tokens {new}: at least 1")
+    if not prompt:
+        raise ApexError("the prompt has no tokens")
+    if limit and prompt + new > limit:
+        raise ApexError(
+            f"{prompt} tokens of prompt and {new} new ones are more than the model's {limit} positions: shorten the prompt or "
+            "lower --max-new-tokens"
+        )
+    return prompt + new
+
+
+def _check_sampling(chosen: dict[str, Any], do_sample: bool) -> None:
+    only_sampling = sorted(set(chosen) & {"temperature", "top_k", "top_p", "min_p"})
+    if only_sampling and not do_sample:
+        raise ApexError(f"--{only_sampling[0].replace('_', '-')} has no effect without --do-sample: add it, or drop the flag")
+    try:
+        GenerationConfig(do_sample=do_sample, **chosen).validate()
+    except ValueError as error:
+        raise ApexError(str(error).splitlines()[0]) from None
+
+
+def show_plan(plan: Plan, config: Config, kv: int | None, context: int) -> None:
+    """What will be held in memory, before anything is loaded."""
+    table = Table(title=f"plan: mode {config.mode}, policy {config.policy}", title_justify="left")
+    for column in ("in memory", "bytes", "what"):
+        table.add_column(column, justify="right" if column == "bytes" else "left")
+    table.add_row("dense weights", human(plan.dense_bytes), "attention, norms, routers, embeddings: always resident")
+    table.add_row("KV cache", human(kv) if kv is not None else "unknown", f"{context} tokens at most")
+    for precision, slots in plan.slots.items():
+        share = slots / plan.experts
+        blob = human(plan.stride[precision])
+        table.add_row(f"{precision.name} slots", human(slots * plan.stride[precision]), f"{slots} of {plan.experts} experts ({share:.0%}), {blob} each")
+    console.print(table)
+    all_high = plan.experts * plan.stride[Precision.HIGH]
+    console.print(f"expert budget {human(plan.budget)} ({plan.budget / all_high:.0%} of all HIGH twins), {human(plan.slot_bytes)} in slots")
+    if config.mode == "adaptive":
+        console.print("adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped (--mode exact forbids it)")
+
+
+def show_stats(model: PreTrainedModel, how: str) -> None:
+    """The ledger on stderr: "table", "json" or "none"."""
+    stats = model.apex.stats()
+    if how == "json":
+        print(json.dumps(stats), file=sys.stderr)
+    if how != "table":
+        return
+    table = Table(title="ledger", title_justify="left")
+    table.add_column("")
+    for column in ("HIGH", "LOW", "skipped"):
+        table.add_column(column, justify="right")
+    words = ("high", "low", "skip")
+    table.add_row("expert calls", *(f"{stats['calls'][w]:,}" for w in words))
+    table.add_row("share of calls", *(_percent(stats["share_of_calls"][w]) for w in words))
+    table.add_row("share of gate mass", *(_percent(stats["share_of_gate_mass"][w]) for w in words))
+    table.add_row("calls the score asked for", *(f"{stats['asked'][w]:,}" for w in words))
+    table.add_row("cache hit rate", *(_percent(stats["hit_rate"][w]) for w in words[:2]), "")
+    table.add_row("loads", *(f"{stats['loads'][w]:,}" for w in words[:2]), "")
+    table.add_row("read", *(human(stats["bytes_read"][w]) for w in words[:2]), "")
+    console.print(table)
+    seconds, tokens = stats["seconds"], stats["tokens"]
+    for phase in ("prefill", "decode"):
+        rate = stats["tokens_per_second"][phase]
+        console.print(f"{phase}: {tokens[phase]} tokens in {seconds[phase]:.2f} s" + (f", {rate:.1f} tokens/s" if rate else ""))
+    console.print(f"time: {seconds['load']:.2f} s loading, {seconds['compute']:.2f} s in experts, {seconds['rest']:.2f} s elsewhere")
+    if not stats["reads_bypass_page_cache"]:
+        console.print("note: this file system has no O_DIRECT, so reads may have come from the page cache")
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,157 @@
+"""python -m benchmarks.demo_model: what the twins and modes cost on the bundled model, as the table in docs/demo-model.md."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+import apex_engine
+from apex_engine.command import console, run
+from apex_engine.eval.perplexity import decoded_logits, score, window_logits
+from apex_engine.eval.texts import CODE_MODULES, domains, windows
+from apex_engine.quantize.convert import Options, convert
+from apex_engine.quantize.source import Source, resolve
+
+TWINS = {
+    "clip": Options(),
+    "hqq": Options(low_method="hqq"),
+    "clip, 3-bit down": Options(low_down=3),
+    "int8": Options(high="int8"),
+}
+# name -> twins, run-time options, one token at a time
+RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "all HIGH, 16-bit (`exact`)": ("clip", {"mode": "exact", "memory": "100%"}, False),
+    "all HIGH, int8 (`exact`)": ("int8", {"mode": "exact", "memory": "100%"}, False),
+    "`adaptive`, 50 % resident": ("clip", {"memory": "50%"}, True),
+    "`adaptive`, 25 % resident": ("clip", {"memory": "25%"}, True),
+    "`deterministic`": ("clip", {"mode": "deterministic", "memory": "100%"}, False),
+    "all LOW, hqq": ("hqq", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
+    "all LOW, clip": ("clip", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
+    "all LOW, clip, 3-bit down": ("clip, 3-bit down", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
+}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.demo_model", description=__doc__)
+    p.add_argument("--windows", type=int, default=16, help="windows a domain; default: %(default)s")
+    p.add_argument("--length", type=int, default=256, help="tokens a window; default: %(default)s")
+    p.add_argument("--repeats", type=int, default=7, help="interleaved timings of each; default: %(default)s")
+    p.add_argument("-o", "--output", type=Path, help="write the Markdown there instead of to stdout")
+    args = p.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        text = report(Path(scratch), args)
+    if args.output:
+        args.output.write_text(text)
+    else:
+        print(text)
+
+
+def report(scratch: Path, args: argparse.Namespace) -> str:
+    source = resolve("tiny")
+    folders = {name: scratch / str(i) for i, name in enumerate(TWINS)}
+    bits = {}
+    for name, options in TWINS.items():
+        manifest, _ = convert("tiny", Source(source), folders[name], options, lambda n: None)
+        bits[name] = manifest.low.bits_per_weight
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    texts = {name: windows(tokenizer, text, args.windows, args.length) for name, text in domains(source).items()}
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    truth = {name: window_logits(reference, rows) for name, rows in texts.items()}
+    base = {name: score(reference, rows, truth[name], lambda *_, n=name: truth[n]) for name, rows in texts.items()}
+
+    head = " | ".join(f"{name}: perplexity | change | KL" for name in texts)
+    lines = [
+        f"| | {head} | calls LOW / skipped |",
+        "|---|" + "---:|" * (3 * len(texts) + 1),
+        "| transformers | " + " | ".join(f"{base[n].perplexity:.2f} | | " for n in texts) + " | |",
+    ]
+    for label, (twins, options, stepwise) in track(RUNS.items(), "scoring", console=console):
+        model = apex_engine.load(folders[twins], dtype=torch.float32, **options)
+        cells = []
+        for name, rows in texts.items():
+            found = score(model, rows, truth[name], decoded_logits if stepwise else window_logits)
+            cells.append(f"{found.perplexity:.2f} | {found.perplexity / base[name].perplexity - 1:+.2%} | {found.kl:.4f}")
+        share = model.apex.stats()["share_of_calls"]
+        note = f" ({bits[twins]:.2f} bits)" if label.startswith("all LOW") else ""
+        lines.append(f"| {label}{note} | " + " | ".join(cells) + f" | {share['low']:.1%} / {share['skip']:.1%} |")
+        model.apex.close()
+    return TEMPLATE.format(
+        windows=args.windows,
+        length=args.length,
+        modules=", ".join(CODE_MODULES),
+        python=platform.python_version(),
+        table="\n".join(lines),
+        speed="\n".join(speed(source, folders["clip"], args.repeats)),
+        repeats=args.repeats,
+        machine=machine(),
+    )
+
+
+def speed(source: Path, folder: Path, repeats: int) -> list[str]:
+    """Decode speed with everything resident beside transformers', in turns."""
+    models = {
+        "transformers": AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16),
+        "engine, `exact`": apex_engine.load(folder, mode="exact", memory="100%"),
+        "engine, `deterministic`": apex_engine.load(folder, mode="deterministic", memory="200%"),
+        "engine, all LOW": apex_engine.load(folder, mode="deterministic", t1=-1.0, t2=1.0, memory="200%"),
+    }
+    prompt = AutoTokenizer.from_pretrained(source)("And it came to pass", return_tensors="pt")
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in track(range(repeats + 1), "timing", console=console):
+        for name, model in models.items():
+            start = time.perf_counter()
+            out = model.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+            if turn:  # the first is a warm-up, and loads the experts
+                times[name].append((out.shape[1] - prompt["input_ids"].shape[1]) / (time.perf_counter() - start))
+    lines = ["| bfloat16, everything resident | tokens/s | of transformers |", "|---|---:|---:|"]
+    for name, rates in times.items():
+        ratio = statistics.median(a / b for a, b in zip(rates, times["transformers"], strict=True))
+        lines.append(f"| {name} | {statistics.median(rates):.0f} | {ratio:.2f} |")
+    return lines
+
+
+def machine() -> str:
+    """Processor, cores and versions."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        platform.processor(),
+    )
+    return f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+TEMPLATE = """# What the trade costs on the bundled model
+
+Made by `python -m benchmarks.demo_model -o docs/demo-model.md`. Perplexity on held-out text in {windows} windows of {length} tokens a
+domain, spread over the whole text; KL(transformers || engine) in nats a token; float32 computation. `kjv` is Revelation, `drama` Macbeth,
+`code` the source of {modules} in the standard library of Python {python}. Thresholds T1 0.6, T2 0.9.
+The adaptive rows are decoded token by token, since a whole window in one pass serves nearly every expert HIGH (some token
+wants it); the others give the same in any grouping of the tokens.
+
+{table}
+
+## Speed
+
+One prompt, 64 new tokens, greedy; median of {repeats} runs in turns; the ratio is the median of the pairs. INT2 twins are
+dequantized by plain torch here: no fast kernel is in use yet, so a LOW expert costs more compute than a HIGH one.
+
+{speed}
+
+Machine: {machine}.
+"""
+
+if __name__ == "__main__":
+    run(main)
