@@ -46,7 +46,7 @@ def dispatch(chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, res
     order = np.argsort(flat, kind="stable")
     experts, starts = np.unique(flat[order], return_index=True)
     uses = []
-    for expert, pairs in zip(experts.tolist(), np.split(order, starts[1:]), strict=True):
+    for expert, pairs in zip(experts.tolist(), np.split(order, starts)[1:], strict=True):
         if mode == "deterministic":
             of_expert = wishes[pairs]
             split = [(p, pairs[of_expert == p]) for p in reversed(Precision)]

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from apex_engine import scorer
 from apex_engine.cache import ExpertCache
 from apex_engine.config import Config
 from apex_engine.dispatch import Use, dispatch
@@ -27,6 +26,7 @@ from apex_engine.loader import Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.scorer import wanted
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
@@ -105,15 +105,13 @@ class Engine:
             cache, loader = self._ready(x)
             gates = weights.float().cpu().numpy()
             ids = chosen.cpu().numpy()
-            wanted = (
+            wishes = (
                 np.full(ids.shape, Precision.HIGH, np.int8)
                 if self.config.mode == "exact"
-                else scorer.wanted(gates, self.config.t1, self.config.t2)
+                else wanted(gates, self.config.t1, self.config.t2)
             )
-            uses = dispatch(
-                ids, wanted, self.config.mode, lambda e, p: cache.find(ExpertId(layer, e), p) is not None
-            )
-            self._count(layer, uses, wanted, gates)
+            uses = dispatch(ids, wishes, self.config.mode, lambda e, p: cache.find(ExpertId(layer, e), p) is not None)
+            self._count(layer, uses, wishes, gates)
             pairs = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
             kernel = _Kernel(x, weights, pairs, activate, finish)
             try:
@@ -148,10 +146,10 @@ class Engine:
         finally:
             _release(pinned, cache)
 
-    def _count(self, layer: int, uses: list[Use], wanted: np.ndarray, gates: np.ndarray) -> None:
+    def _count(self, layer: int, uses: list[Use], wishes: np.ndarray, gates: np.ndarray) -> None:
         ledger = self.ledger
         magnitude = np.abs(gates)
-        for precision, n in zip(Precision, np.bincount(wanted.ravel(), minlength=len(Precision)), strict=True):
+        for precision, n in zip(Precision, np.bincount(wishes.ravel(), minlength=len(Precision)), strict=True):
             ledger.asked[precision] += int(n)
         for use in uses:
             count = len(use.tokens)

@@ -257,6 +257,9 @@ def _check_space(
         raise ApexError(f"{folder} needs {needed:,} more bytes, and its disk has {free:,} free: make room or choose another disk")
 
 
+_DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS}
+
+
 @contextmanager
 def _disk_errors(folder: Path) -> Iterator[None]:
     try:
@@ -264,7 +267,7 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     except SafetensorError as error:
         raise ApexError(f"writing to {folder} failed ({error}): make room and run again, it goes on where it stopped") from None
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
+        if error.errno not in _DISK_TROUBLE:
             raise
         raise ApexError(
             f"writing to {folder} failed ({os.strerror(error.errno)}): mend that and run again, it goes on where it stopped"

@@ -297,11 +297,22 @@ class Source:
         if own != set(names.values()):
             raise ApexError(f"{name} has the parameters {sorted(own)} instead of {sorted(names.values())}: not supported")
         chosen = {blob: parameters[f"{name}.{parameter}"] for blob, parameter in names.items()}
+        for parameter in chosen.values():
+            self._check_count(parameter)
         experts, *down = chosen["down.weight"].shape
         hidden, intermediate = reversed(down) if module.is_transposed else down
         bias = self._dtype(chosen["up.bias"]) if module.has_bias else ""
         shape = ExpertShape(hidden, intermediate, module.has_gate, bias)
         return MoeLayer(layer_number(name), name, experts, module.is_transposed, shape, chosen)
+
+    def _check_count(self, parameter: ExpertParameter) -> None:
+        counts = {pattern: len(keys) for pattern, keys in parameter.keys.items()}
+        if set(counts.values()) not in ({1}, {parameter.shape[0]}):
+            found = ", ".join(f"{count} of {pattern}" for pattern, count in counts.items())
+            raise ApexError(
+                f"{parameter.name} of {self.folder} has {found} instead of one for each of {parameter.shape[0]} experts: "
+                "is a shard or an expert missing, or config.json from another model?"
+            )
 
     @cached_property
     def expert_dtype(self) -> str:

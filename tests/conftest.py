@@ -1,0 +1,58 @@
+"""Shared fixtures: converted tiny models, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import save_model
+from transformers.utils import logging as transformers_logging
+
+from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.quantize.convert import Options, convert
+from apex_engine.quantize.source import ALIASES, Source
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+
+
+def quantize(source: Path, folder: Path, **options: Any) -> Manifest:
+    manifest, _ = convert(source.name, Source(source), folder, Options(**options), lambda n: None)
+    return manifest
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    return Path(ALIASES["tiny"])
+
+
+@pytest.fixture(scope="session")
+def bundled_apex(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundled") / "apex"
+    quantize(bundled, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Path]]:
+    """(source, apex checkpoint) of a tiny random model of a family, by the arguments of `save_model`; made once each."""
+    made: dict[str, tuple[Path, Path]] = {}
+
+    def make(family: str = "mixtral", **changes: Any) -> tuple[Path, Path]:
+        key = f"{family}{sorted(changes.items())}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp(family)
+            source = save_model(folder / "source", family, **changes)
+            quantize(source, folder / "apex")
+            made[key] = source, folder / "apex"
+        return made[key]
+
+    return make

@@ -1,0 +1,44 @@
+import pytest
+
+from apex_engine.config import Config, parse_memory
+from apex_engine.vocabulary import ApexError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [(123, 123), ("123", 123), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("25%", 250), ("12.5%", 125), ("6gib", 6 << 30)],
+)
+def test_memory(text, expected):
+    assert parse_memory(text, 1000) == expected
+
+
+@pytest.mark.parametrize("text", ["", "six", "-1", "5 apples", "GiB", "%", None, True, "1e9"])
+def test_memory_that_is_not_understood(text):
+    with pytest.raises(ApexError, match="not understood"):
+        parse_memory(text, 1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memroy": "1GiB"}, "did you mean memory"),
+        ({"T1": 0.5}, "did you mean t1"),
+        ({"xyzzy": 1}, "nothing like it"),
+        ({"mode": "adaptiv"}, "did you mean adaptive"),
+        ({"policy": "mru"}, "Choose from lcu, lru"),
+        ({"t1": 0.9, "t2": 0.6}, "t1 <= t2"),
+        ({"t2": 1.5}, "t1 <= t2"),
+        ({"t1": "half"}, "must be a number"),
+        ({"t1": float("nan")}, "t1 <= t2"),
+        ({"low_share": 2}, "between 0 and 1"),
+        ({"memory": "lots"}, "not understood"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ApexError, match=message):
+        Config.make(**options)
+
+
+def test_config_is_frozen():
+    with pytest.raises(AttributeError):
+        Config().mode = "exact"

@@ -1,0 +1,71 @@
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apex_engine.config import Config
+from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
+from apex_engine.plan import make_plan
+from apex_engine.quantize.checkpoint import LayerEntry, Manifest
+from apex_engine.vocabulary import ApexError, Precision
+
+HIGH, LOW = Precision.HIGH, Precision.LOW
+
+
+def a_manifest(layers: int, experts: int, inter: int = 512) -> Manifest:
+    shape = ExpertShape(256, inter, True)
+    high = Layout(shape, MatrixFormat("bfloat16"), MatrixFormat("bfloat16"))
+    low = Layout(shape, MatrixFormat("int2", 64), MatrixFormat("int2", 64))
+    return Manifest("", "", {}, experts, high, low, (LayerEntry(0, "", "", ""),) * layers, 0)
+
+
+@given(st.integers(2, 8), st.integers(8, 32), st.floats(1, 120), st.floats(0, 1), st.sampled_from(["adaptive", "deterministic", "exact"]))
+def test_slots_stay_within_the_budget_and_use_it(layers, experts, percent, share, mode):
+    manifest = a_manifest(layers, experts)
+    config = Config(mode=mode, memory=f"{percent:.3f}%", low_share=share)
+    try:
+        plan = make_plan(config, manifest)
+    except ApexError:
+        assert percent < 200 / (layers * experts)
+        return
+    total = layers * experts
+    assert 1 <= plan.slots[HIGH] <= total
+    assert plan.slots[LOW] <= total
+    assert (plan.slots[LOW] == 0) == (mode == "exact")
+    assert plan.slot_bytes <= plan.budget
+    left = plan.budget - plan.slot_bytes
+    if mode == "exact":
+        assert left < plan.stride[HIGH] or plan.slots[HIGH] == total
+    else:  # nothing more fits of what is still missing
+        assert left < plan.stride[LOW] or plan.slots[LOW] == total
+        assert left < plan.stride[HIGH] or plan.slots[HIGH] == total
+
+
+@pytest.mark.parametrize("percent", [5, 25, 50, 75])
+@pytest.mark.parametrize("mode", ["adaptive", "deterministic"])
+def test_ninety_percent_of_the_budget_is_used(percent, mode):
+    plan = make_plan(Config(mode=mode, memory=f"{percent}%"), a_manifest(8, 8))
+    assert plan.slot_bytes >= 0.9 * plan.budget
+
+
+@pytest.mark.parametrize("mode", ["adaptive", "deterministic", "exact"])
+def test_too_small_is_refused_with_the_number_that_works(mode):
+    manifest = a_manifest(2, 4)
+    with pytest.raises(ApexError, match="give at least") as caught:
+        make_plan(Config(mode=mode, memory=1000), manifest)
+    least = int(re.search(r"give at least (\d+)", str(caught.value))[1])
+    assert make_plan(Config(mode=mode, memory=least), manifest).slots[HIGH] == 1
+    with pytest.raises(ApexError):
+        make_plan(Config(mode=mode, memory=least - 1), manifest)
+
+
+def test_all_low_twins_resident_can_be_asked_for():
+    manifest = a_manifest(4, 8)
+    plan = make_plan(Config(memory="50%", low_share=1.0), manifest)
+    assert plan.slots[LOW] == 32 and plan.slots[HIGH] > 1
+
+
+def test_more_than_everything_is_everything():
+    plan = make_plan(Config(memory="1000%"), a_manifest(2, 8))
+    assert plan.slots == {HIGH: 16, LOW: 16}

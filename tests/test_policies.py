@@ -1,0 +1,72 @@
+import numpy as np
+import pytest
+
+from apex_engine.policies import POLICIES
+from apex_engine.vocabulary import Precision
+
+HIGH, LOW = Precision.HIGH, Precision.LOW
+
+
+@pytest.fixture(params=sorted(POLICIES))
+def policy(request):
+    return POLICIES[request.param](layers=4, experts=3, cost_ratio=0.25)
+
+
+def priority(policy, layer, expert, precision=HIGH, now=0):
+    (value,) = policy.priority(np.array([layer]), np.array([expert]), precision, now)
+    return value
+
+
+class TestContract:
+    def test_what_is_used_outranks_what_is_not(self, policy):
+        policy.start_sequence()
+        policy.start_pass(1)
+        policy.use(2, 1, HIGH, 1)
+        assert priority(policy, 2, 1, now=2) > priority(policy, 2, 0, now=2)
+
+    def test_a_new_sequence_forgets(self, policy):
+        fresh = [priority(policy, layer, e) for layer in range(4) for e in range(3)]
+        policy.start_pass(5)
+        policy.use(0, 1, HIGH, 3)
+        policy.use(3, 2, LOW, 1)
+        policy.start_sequence()
+        assert [priority(policy, layer, e) for layer in range(4) for e in range(3)] == fresh
+
+    def test_asking_changes_nothing(self, policy):
+        policy.start_pass(2)
+        policy.use(1, 1, LOW, 2)
+        first = policy.priority(np.arange(4), np.arange(4) % 3, LOW, 2)
+        assert np.array_equal(first, policy.priority(np.arange(4), np.arange(4) % 3, LOW, 2))
+
+    def test_priorities_are_finite_and_one_for_each(self, policy):
+        values = policy.priority(np.array([0, 1, 2]), np.array([2, 1, 0]), HIGH, 3)
+        assert values.shape == (3,) and np.isfinite(values).all()
+
+
+def test_lru_ranks_by_the_last_use_of_each_twin():
+    lru = POLICIES["lru"](2, 3, 0.25)
+    for expert, precision in [(0, HIGH), (1, HIGH), (0, LOW), (0, HIGH)]:
+        lru.use(0, expert, precision, 1)
+    assert priority(lru, 0, 1, HIGH) < priority(lru, 0, 0, LOW) < priority(lru, 0, 0, HIGH)
+    assert priority(lru, 0, 2) == 0
+
+
+def test_lcu_by_hand():
+    """Four layers, B_low / B_high = 1/4; a prompt of 8 tokens, then one token that is now at layer 2."""
+    lcu = POLICIES["lcu"](4, 3, 0.25)
+    lcu.start_sequence()
+    lcu.start_pass(8)
+    lcu.use(1, 0, HIGH, 6)
+    lcu.use(1, 0, LOW, 2)
+    lcu.use(3, 2, HIGH, 4)
+    lcu.use(1, 1, LOW, 4)
+    lcu.start_pass(1)
+    lcu.use(1, 0, HIGH, 1)
+    # (1, 0): C = 7 + 2/4; used in this pass; its layer comes round in 3 layers.
+    assert priority(lcu, 1, 0, now=2) == pytest.approx(7.5 / 9 + 1 / 3.1)
+    # (3, 2): not yet reached in this pass, used in the last one; one layer ahead.
+    assert priority(lcu, 3, 2, now=2) == pytest.approx(4 / 9 + 1 / 1.1)
+    # (1, 1): layer 1 has passed without it.
+    assert priority(lcu, 1, 1, now=2) == pytest.approx(1 / 9)
+    # The same for both twins of an expert.
+    assert priority(lcu, 1, 0, LOW, now=2) == priority(lcu, 1, 0, HIGH, now=2)
