@@ -51,7 +51,12 @@ class ExpertCache:
     """
 
     def __init__(
-        self, layouts: dict[Precision, Layout], slots: dict[Precision, int], policy: Policy, device: torch.device, poison: bool = False
+        self,
+        layouts: dict[Precision, Layout],
+        slots: dict[Precision, int],
+        policy: Policy,
+        device: torch.device,
+        poison: bool = False,
     ) -> None:
         self.pools = {precision: Pool(layouts[precision], n, device) for precision, n in slots.items() if n}
         self._policy = policy
@@ -131,8 +136,12 @@ class ExpertCache:
                 assert pool.owner[slot] == expert, f"{word}: slot {slot} has two owners"
                 assert (pool.layers[slot], pool.experts[slot]) == expert
             for slot, state in enumerate(pool.state):
-                assert (state is State.FREE) == (slot in pool.free) == (pool.owner[slot] is None), f"{word}: slot {slot}"
-                assert pool.pins[slot] >= 0 and (state is State.RESIDENT or not pool.pins[slot]), f"{word}: pins of {slot}"
+                assert (state is State.FREE) == (slot in pool.free) == (pool.owner[slot] is None), (
+                    f"{word}: slot {slot}"
+                )
+                assert pool.pins[slot] >= 0 and (state is State.RESIDENT or not pool.pins[slot]), (
+                    f"{word}: pins of {slot}"
+                )
                 assert pool.evictable[slot] == (state is State.RESIDENT and not pool.pins[slot]), f"{word}: slot {slot}"
 
     def _spoil(self, memory: Tensor) -> None:

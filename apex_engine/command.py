@@ -34,6 +34,11 @@ def run(main: Callable[[], None]) -> NoReturn:
     sys.exit(0)
 
 
+def say(text: str) -> None:
+    """One line on stderr, not broken at the terminal's width."""
+    console.print(text, soft_wrap=True, markup=False)
+
+
 def human(nbytes: float) -> str:
     """1536 -> "1.5 KiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):

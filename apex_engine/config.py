@@ -66,7 +66,7 @@ def parse_memory(value: int | str, whole: int) -> int:
     if unit != "%" and match and unit not in UNITS:
         match = None
     if not match or isinstance(value, bool):
-        raise ApexError(f"memory {value!r} is not understood: give bytes, \"6GiB\", \"500MB\" or \"25%\" of all HIGH twins")
+        raise ApexError(f'memory {value!r} is not understood: give bytes, "6GiB", "500MB" or "25%" of all HIGH twins')
     return int(float(match[1]) * (whole / 100 if unit == "%" else UNITS[unit]))
 
 

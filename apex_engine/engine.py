@@ -95,7 +95,9 @@ class Engine:
         self.ledger.seconds[phase] += seconds
 
     @torch.no_grad()
-    def step(self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activate: Activation, finish: Activation | None) -> Tensor:
+    def step(
+        self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activate: Activation, finish: Activation | None
+    ) -> Tensor:
         """Routed experts of one layer: `x` `[T, H]`, router's `chosen` and `weights` `[T, K]` -> `[T, H]` in the dtype of `x`.
 
         The gate weights are applied and summed in float32, in the router's order whatever was resident. `finish` is the
@@ -164,14 +166,18 @@ class Engine:
             self._loader = Loader(self._store, self._cache, self.ledger, x.device)
         held = next(iter(self._cache.pools.values())).memory.device
         if held != x.device:
-            raise ApexError(f"the experts are on {held} but the model is on {x.device}: give the device to apex_engine.load")
+            raise ApexError(
+                f"the experts are on {held} but the model is on {x.device}: give the device to apex_engine.load"
+            )
         return self._cache, self._loader
 
 
 class _Kernel:
     """Computes one use at a time into `pairs`, and keeps the time."""
 
-    def __init__(self, x: Tensor, weights: Tensor, pairs: Tensor, activate: Activation, finish: Activation | None) -> None:
+    def __init__(
+        self, x: Tensor, weights: Tensor, pairs: Tensor, activate: Activation, finish: Activation | None
+    ) -> None:
         self._x, self._activate, self._finish = x, activate, finish
         self._gates = weights.float().reshape(-1, 1)  # [T K, 1]
         self._out = pairs.view(-1, pairs.shape[-1])  # [T K, H]

@@ -12,7 +12,8 @@ from apex_engine.engine import Engine
 class ApexExperts(nn.Module):
     """Routed experts of one MoE layer, computed by the engine; same call as the module it replaces.
 
-    Takes over the replaced module's children (activation, norm) under their own names and its gate function, and drops its weights.
+    Takes over the replaced module's children (activation, norm) under their own names and its gate function, and drops
+    its weights.
     """
 
     def __init__(self, replaced: Any, layer: int) -> None:

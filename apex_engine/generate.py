@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, TextStreamer, set_seed
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
 from transformers.utils import logging as transformers_logging
 
-from apex_engine.command import console, human, run
+from apex_engine.command import console, human, run, say
 from apex_engine.config import MODES, Config
 from apex_engine.hook import load
 from apex_engine.plan import Plan, kv_bytes, make_plan
@@ -27,13 +28,14 @@ from apex_engine.quantize.source import resolve
 from apex_engine.vocabulary import ApexError, Precision
 
 DEMO_PROMPT = "Rev3:1 And I saw a great"
-SAMPLING = {  # transformers' own generation flags: name -> type
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "no_repeat_ngram_size": int,
+# transformers' own generation flags: name -> (type, least, most, only with --do-sample)
+SAMPLING: dict[str, tuple[type, float, float, bool]] = {
+    "temperature": (float, 1e-6, math.inf, True),
+    "top_k": (int, 0, math.inf, True),
+    "top_p": (float, 1e-6, 1.0, True),
+    "min_p": (float, 0.0, 1.0, True),
+    "repetition_penalty": (float, 1e-6, math.inf, False),
+    "no_repeat_ngram_size": (int, 0, math.inf, False),
 }
 
 
@@ -45,10 +47,14 @@ def parser() -> argparse.ArgumentParser:
         "prompt of its own. The default mode, adaptive, serves some experts at INT2 or not at all; the ledger at the end "
         "says how much, and --mode exact forbids it.",
     )
-    p.add_argument("model", nargs="?", help="folder written by `python -m apex_engine.quantize`; default: the bundled model")
+    p.add_argument(
+        "model", nargs="?", help="folder written by `python -m apex_engine.quantize`; default: the bundled model"
+    )
     p.add_argument("prompt", nargs="?", help="the prompt; `-` reads it from stdin")
     p.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
-    p.add_argument("--raw", action="store_true", help="give the prompt as it is, although the tokenizer has a chat template")
+    p.add_argument(
+        "--raw", action="store_true", help="give the prompt as it is, although the tokenizer has a chat template"
+    )
     p.add_argument("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     engine = p.add_argument_group("engine")
     engine.add_argument("--mode", choices=MODES, default=default.mode, help="default: %(default)s")
@@ -57,21 +63,33 @@ def parser() -> argparse.ArgumentParser:
         default=default.memory,
         help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; default: %(default)s',
     )
-    engine.add_argument("--t1", type=float, default=default.t1, help="gate score up to which an expert is HIGH; default: %(default)s")
-    engine.add_argument("--t2", type=float, default=default.t2, help="score above which it is skipped; default: %(default)s")
     engine.add_argument(
-        "--low-share", type=float, default=default.low_share, help="share of the memory for LOW twins; default: %(default)s"
+        "--t1", type=float, default=default.t1, help="gate score up to which an expert is HIGH; default: %(default)s"
+    )
+    engine.add_argument(
+        "--t2", type=float, default=default.t2, help="score above which it is skipped; default: %(default)s"
+    )
+    engine.add_argument(
+        "--low-share",
+        type=float,
+        default=default.low_share,
+        help="share of the memory for LOW twins; default: %(default)s",
     )
     engine.add_argument("--policy", choices=POLICIES, default=default.policy, help="eviction; default: %(default)s")
     engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
     engine.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of the computation; default: the model's"
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the computation; default: the model's",
     )
-    engine.add_argument("--stats", choices=("table", "json", "none"), default="table", help="the ledger, on stderr; default: table")
+    engine.add_argument(
+        "--stats", choices=("table", "json", "none"), default="table", help="the ledger, on stderr; default: table"
+    )
     sampling = p.add_argument_group("sampling (transformers' own flags)")
     sampling.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
-    for name, kind in SAMPLING.items():
-        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X")
+    for name, (kind, *_) in SAMPLING.items():
+        sampling.add_argument(_flag(name), type=kind, metavar="X")
     sampling.add_argument("--seed", type=int, default=0, help="of the sampling; default: %(default)s")
     return p
 
@@ -80,22 +98,22 @@ def main() -> None:
     args = parser().parse_args()
     config = Config(args.mode, args.t1, args.t2, args.memory, args.low_share, args.policy)
     device = _device(args.device)
+    sampling = _sampling(args)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     folder = Path(args.model) if args.model else demo_checkpoint()
     manifest = _manifest(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = _tokenizer(folder)
     ids = _encode(tokenizer, _prompt(args), args.raw)
     model_config = AutoConfig.from_pretrained(folder)
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
     plan = make_plan(config, manifest)
     if args.stats != "json":
-        show_plan(plan, config, kv_bytes(model_config, context, 2 if args.dtype != "float32" else 4), context)
+        dtype = model_config.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+        show_plan(plan, config, kv_bytes(model_config, context, (dtype or torch.float32).itemsize), context)
 
     model = load(folder, dtype=None if args.dtype == "auto" else args.dtype, device=device, **vars(config))
     set_seed(args.seed)
-    chosen = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
-    _check_sampling(chosen, args.do_sample)
     inputs = ids.to(device)
     try:
         model.generate(
@@ -104,7 +122,7 @@ def main() -> None:
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             max_new_tokens=args.max_new_tokens,
             do_sample=args.do_sample,
-            **chosen,
+            **sampling,
         )
     finally:  # after Ctrl-C too: what was done so far
         show_stats(model, args.stats)
@@ -113,11 +131,13 @@ def main() -> None:
 def demo_checkpoint() -> Path:
     """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
     source = resolve("tiny")
-    identity = hashlib.sha256((source / "config.json").read_bytes() + str((source, FORMAT_VERSION)).encode()).hexdigest()[:12]
+    identity = hashlib.sha256(
+        (source / "config.json").read_bytes() + str((source, FORMAT_VERSION)).encode()
+    ).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
     folder = cache / f"tiny-mixtral-{identity}"
     if not (folder / MANIFEST).is_file():
-        console.print(f"quantizing the bundled model into {folder} (once)")
+        say(f"quantizing the bundled model into {folder} (once)")
         quantize("tiny", folder, Options())
     return folder
 
@@ -125,9 +145,19 @@ def demo_checkpoint() -> Path:
 def _manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise ApexError(
-            f"{folder} is no directory: name an apex checkpoint. Make one with `python -m apex_engine.quantize SOURCE -o {folder}`"
+            f"{folder} is no directory: name an apex checkpoint, then the prompt. Make one with "
+            f"`python -m apex_engine.quantize SOURCE -o {folder}`"
         )
     return Manifest.read(folder)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the libraries behind it raise whatever they like
+        raise ApexError(
+            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): copy the source's tokenizer files there"
+        ) from None
 
 
 def _device(name: str) -> torch.device:
@@ -136,7 +166,10 @@ def _device(name: str) -> torch.device:
     except RuntimeError:
         raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ApexError(f"device {name} asked for, but torch sees no CUDA device here: use --device cpu, or install a CUDA build of torch")
+        raise ApexError(
+            f"device {name} asked for, but torch sees no CUDA device here: use --device cpu, or install a CUDA build "
+            "of torch"
+        )
     return device
 
 
@@ -181,14 +214,20 @@ def _check_length(config: Any, prompt: int, new: int) -> int:
     return prompt + new
 
 
-def _check_sampling(chosen: dict[str, Any], do_sample: bool) -> None:
-    only_sampling = sorted(set(chosen) & {"temperature", "top_k", "top_p", "min_p"})
-    if only_sampling and not do_sample:
-        raise ApexError(f"--{only_sampling[0].replace('_', '-')} has no effect without --do-sample: add it, or drop the flag")
-    try:
-        GenerationConfig(do_sample=do_sample, **chosen).validate()
-    except ValueError as error:
-        raise ApexError(str(error).splitlines()[0]) from None
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given, checked."""
+    given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
+    for name, value in given.items():
+        _, least, most, only_sampling = SAMPLING[name]
+        if only_sampling and not args.do_sample:
+            raise ApexError(f"{_flag(name)} has no effect without --do-sample: add it, or drop the flag")
+        if not least <= value <= most:
+            raise ApexError(f"{_flag(name)} {value} is out of range: from {least:g} to {most:g}")
+    return given
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def show_plan(plan: Plan, config: Config, kv: int | None, context: int) -> None:
@@ -201,12 +240,21 @@ def show_plan(plan: Plan, config: Config, kv: int | None, context: int) -> None:
     for precision, slots in plan.slots.items():
         share = slots / plan.experts
         blob = human(plan.stride[precision])
-        table.add_row(f"{precision.name} slots", human(slots * plan.stride[precision]), f"{slots} of {plan.experts} experts ({share:.0%}), {blob} each")
+        table.add_row(
+            f"{precision.name} slots",
+            human(slots * plan.stride[precision]),
+            f"{slots} of {plan.experts} experts ({share:.0%}), {blob} each",
+        )
     console.print(table)
     all_high = plan.experts * plan.stride[Precision.HIGH]
-    console.print(f"expert budget {human(plan.budget)} ({plan.budget / all_high:.0%} of all HIGH twins), {human(plan.slot_bytes)} in slots")
+    say(
+        f"expert budget {human(plan.budget)} ({plan.budget / all_high:.0%} of all HIGH twins), {human(plan.slot_bytes)} in slots"
+    )
     if config.mode == "adaptive":
-        console.print("adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped (--mode exact forbids it)")
+        say(
+            "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "
+            "(--mode exact forbids it)"
+        )
 
 
 def show_stats(model: PreTrainedModel, how: str) -> None:
@@ -232,10 +280,12 @@ def show_stats(model: PreTrainedModel, how: str) -> None:
     seconds, tokens = stats["seconds"], stats["tokens"]
     for phase in ("prefill", "decode"):
         rate = stats["tokens_per_second"][phase]
-        console.print(f"{phase}: {tokens[phase]} tokens in {seconds[phase]:.2f} s" + (f", {rate:.1f} tokens/s" if rate else ""))
-    console.print(f"time: {seconds['load']:.2f} s loading, {seconds['compute']:.2f} s in experts, {seconds['rest']:.2f} s elsewhere")
+        say(f"{phase}: {tokens[phase]} tokens in {seconds[phase]:.2f} s" + (f", {rate:.1f} tokens/s" if rate else ""))
+    say(
+        f"time: {seconds['load']:.2f} s loading, {seconds['compute']:.2f} s in experts, {seconds['rest']:.2f} s elsewhere"
+    )
     if not stats["reads_bypass_page_cache"]:
-        console.print("note: this file system has no O_DIRECT, so reads may have come from the page cache")
+        say("note: this file system has no O_DIRECT, so reads may have come from the page cache")
 
 
 def _percent(share: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def load(
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / MANIFEST).is_file():
         if not folder.is_dir():
-            raise ApexError(f"{folder} is no directory: name an apex checkpoint made by `python -m apex_engine.quantize`")
+            raise ApexError(
+                f"{folder} is no directory: name an apex checkpoint made by `python -m apex_engine.quantize`"
+            )
         Manifest.read(folder)
     config = AutoConfig.from_pretrained(folder)
     config.quantization_config = {**config.quantization_config, "runtime": options}
@@ -74,8 +77,12 @@ class ApexQuantizer(HfQuantizer):
         self._engine = Engine(Path(checkpoint_files[0]).parent, Config.make(**self.quantization_config.runtime))
         modules = find_experts(model)
         layers = self._engine.manifest.layers
-        if [name.removeprefix("model.") for name in modules] != [layer.module.removeprefix("model.") for layer in layers]:
-            raise ApexError("the MoE layers of the model are not those of the checkpoint: quantize again with this transformers")
+        if [name.removeprefix("model.") for name in modules] != [
+            layer.module.removeprefix("model.") for layer in layers
+        ]:
+            raise ApexError(
+                "the MoE layers of the model are not those of the checkpoint: quantize again with this transformers"
+            )
         for index, (name, module) in enumerate(modules.items()):
             model.set_submodule(name, ApexExperts(module, index))
 
@@ -98,7 +105,7 @@ class ApexQuantizer(HfQuantizer):
 def _watch(model: PreTrainedModel, engine: Engine) -> None:
     """Tell the engine of each forward pass: a pass without past begins a sequence."""
     signature = inspect.signature(model.forward)
-    passes: list[tuple[str, int, float]] = []
+    passes: dict[int, tuple[str, int, float]] = {}  # thread -> its pass under way
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**kwargs, **signature.bind_partial(*args).arguments}
@@ -108,11 +115,13 @@ def _watch(model: PreTrainedModel, engine: Engine) -> None:
         past = next((value for value in given.values() if isinstance(value, Cache)), None)
         new = past is None or past.get_seq_length() == 0
         engine.begin_pass(batch * length, new)
-        passes.append(("decode" if length == 1 and not new else "prefill", batch * length, time.perf_counter()))
+        phase = "decode" if length == 1 and not new else "prefill"
+        passes[threading.get_ident()] = phase, batch * length, time.perf_counter()
 
     def after(*_: Any) -> None:
-        if passes:  # empty when `before` itself failed
-            phase, tokens, start = passes.pop()
+        begun = passes.pop(threading.get_ident(), None)
+        if begun:  # not where `before` itself failed
+            phase, tokens, start = begun
             engine.end_pass(phase, tokens, time.perf_counter() - start)
 
     model.register_forward_pre_hook(before, with_kwargs=True)

@@ -1,7 +1,7 @@
 """What the trade cost: every expert call, byte and second is counted here and nowhere else.
 
-    call   one (token, chosen expert) pair of the router
-    use    one twin used by one layer step, for one or more tokens: a hit when it was resident, else a load
+call   one (token, chosen expert) pair of the router
+use    one twin used by one layer step, for one or more tokens: a hit when it was resident, else a load
 """
 
 from __future__ import annotations

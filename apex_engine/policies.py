@@ -8,6 +8,7 @@ Letters: L MoE layers, E experts a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -94,4 +95,4 @@ class Lcu:
         return self._cost[layers, experts] / max(self._tokens, 1) + recent / distance
 
 
-POLICIES = {"lcu": Lcu, "lru": Lru}
+POLICIES: dict[str, Callable[[int, int, float], Policy]] = {"lcu": Lcu, "lru": Lru}

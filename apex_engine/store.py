@@ -7,6 +7,7 @@ the experts, and make every measured load look free. Each blob's checksum is com
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from pathlib import Path
 
@@ -23,7 +24,10 @@ class ExpertStore:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._folder, self._manifest = folder, manifest
         self._verified: set[tuple[ExpertId, Precision]] = set()
-        self._files: dict[tuple[int, Precision], tuple[int, int, str]] = {}  # (layer, precision) -> fd, data offset, name
+        self._files: dict[
+            tuple[int, Precision], tuple[int, int, str]
+        ] = {}  # (layer, precision) -> fd, data offset, name
+        self.close = weakref.finalize(self, _close, self._files)  # also when the model is dropped
         self.direct = True
         try:
             for index, layer in enumerate(manifest.layers):
@@ -43,7 +47,7 @@ class ExpertStore:
         were written; `blob` then holds nothing valid.
         """
         fd, offset, name = self._files[expert.layer, precision]
-        buffer = memoryview(blob.numpy())
+        buffer = blob.numpy().data
         position, done = offset + expert.expert * len(buffer), 0
         try:
             while done < len(buffer):
@@ -55,11 +59,6 @@ class ExpertStore:
             raise self._error(expert, precision, name, os.strerror(error.errno or 0)) from None
         self._verify(expert, precision, name, buffer)
         return done
-
-    def close(self) -> None:
-        for fd, _, _ in self._files.values():
-            os.close(fd)
-        self._files.clear()
 
     def _open(self, index: int, layer: LayerEntry, precision: Precision) -> None:
         name = layer.high if precision is Precision.HIGH else layer.low
@@ -87,3 +86,9 @@ class ExpertStore:
             f"layer {layer.number} ({layer.module}), expert {expert.expert}, {precision.name} twin cannot be read from "
             f"{self._folder / name}: {what}. Copy the checkpoint again, or quantize again"
         )
+
+
+def _close(files: dict[tuple[int, Precision], tuple[int, int, str]]) -> None:
+    for fd, _, _ in files.values():
+        os.close(fd)
+    files.clear()

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import transformers
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import apex_engine
@@ -84,7 +85,9 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
         cells = []
         for name, rows in texts.items():
             found = score(model, rows, truth[name], decoded_logits if stepwise else window_logits)
-            cells.append(f"{found.perplexity:.2f} | {found.perplexity / base[name].perplexity - 1:+.2%} | {found.kl:.4f}")
+            cells.append(
+                f"{found.perplexity:.2f} | {found.perplexity / base[name].perplexity - 1:+.2%} | {found.kl:z.4f}"
+            )
         share = model.apex.stats()["share_of_calls"]
         note = f" ({bits[twins]:.2f} bits)" if label.startswith("all LOW") else ""
         lines.append(f"| {label}{note} | " + " | ".join(cells) + f" | {share['low']:.1%} / {share['skip']:.1%} |")
@@ -95,10 +98,50 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
         modules=", ".join(CODE_MODULES),
         python=platform.python_version(),
         table="\n".join(lines),
+        routing="\n".join(routing(reference, torch.cat(list(texts.values())))),
         speed="\n".join(speed(source, folders["clip"], args.repeats)),
         repeats=args.repeats,
         machine=machine(),
     )
+
+
+@torch.no_grad()
+def routing(model: PreTrainedModel, rows: Tensor) -> list[str]:
+    """What the routers of a Mixtral do on `rows` `[W, N]`, layer by layer."""
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    seen: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in gates]  # router input, gate weights, choice
+    for record, gate in zip(seen, gates, strict=True):
+        gate.register_forward_hook(
+            lambda _, args, out, record=record: record.append((args[0].flatten(0, -2), *out[1:]))
+        )
+    for row in rows:
+        model(row[None], use_cache=False)
+    lines = [
+        "| layer | shared with the previous token | second gate < .1 | < .4 | largest share of one expert | next layer found |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for i, record in enumerate(seen):
+        inputs, weights, chosen = (torch.stack(part) for part in zip(*record, strict=True))  # [W, N, ...]
+        shared = _overlap(chosen[:, 1:], chosen[:, :-1])
+        second = weights.min(-1).values
+        share = torch.bincount(chosen.flatten()).max().item() / chosen.numel()
+        cells = [
+            f"{shared:.2f}",
+            f"{(second < 0.1).float().mean():.0%}",
+            f"{(second < 0.4).float().mean():.0%}",
+            f"{share:.2f}",
+        ]
+        if i + 1 < len(gates):
+            guess = (inputs @ gates[i + 1].weight.T).topk(chosen.shape[-1]).indices
+            actual = torch.stack([choice for _, _, choice in seen[i + 1]])
+            cells.append(f"{_overlap(actual, guess):.2f}")
+        lines.append(f"| {i} | " + " | ".join(cells + [""] * (5 - len(cells))) + " |")
+    return lines
+
+
+def _overlap(a: Tensor, b: Tensor) -> float:
+    """Share of the experts in `a` `[..., K]` that are in `b` `[..., K]` too."""
+    return (a[..., :, None] == b[..., None, :]).any(-1).float().mean().item()
 
 
 def speed(source: Path, folder: Path, repeats: int) -> list[str]:
@@ -127,7 +170,11 @@ def speed(source: Path, folder: Path, repeats: int) -> list[str]:
 def machine() -> str:
     """Processor, cores and versions."""
     cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.processor(),
     )
     return f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}"
@@ -135,13 +182,20 @@ def machine() -> str:
 
 TEMPLATE = """# What the trade costs on the bundled model
 
-Made by `python -m benchmarks.demo_model -o docs/demo-model.md`. Perplexity on held-out text in {windows} windows of {length} tokens a
-domain, spread over the whole text; KL(transformers || engine) in nats a token; float32 computation. `kjv` is Revelation, `drama` Macbeth,
-`code` the source of {modules} in the standard library of Python {python}. Thresholds T1 0.6, T2 0.9.
+Made by `python -m benchmarks.demo_model -o docs/demo-model.md`. Perplexity on held-out text in {windows} windows of {length}
+tokens a domain, spread over the whole text; KL(transformers || engine) in nats a token; float32 computation. `kjv` is
+Revelation, `drama` Macbeth, `code` the source of {modules} in the standard library of Python {python}. Thresholds T1 0.6, T2 0.9.
 The adaptive rows are decoded token by token, since a whole window in one pass serves nearly every expert HIGH (some token
 wants it); the others give the same in any grouping of the tokens.
 
 {table}
+
+## Routing
+
+On the same windows, as the model card describes it. "Next layer found": share of the next layer's experts that its router
+picks when given this layer's router input.
+
+{routing}
 
 ## Speed
 

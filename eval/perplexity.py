@@ -5,6 +5,7 @@ Letters: W windows, N tokens a window, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,10 +39,12 @@ def window_logits(model: PreTrainedModel, windows: Tensor) -> Tensor:
 @torch.no_grad()
 def decoded_logits(model: PreTrainedModel, windows: Tensor) -> Tensor:
     """The same, one token at a time as in decoding: what a lossy cache does depends on what is resident token by token."""
+    # transformers 5.24 renamed the argument
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     result = []
     for row in windows.to(model.device):
-        past = DynamicCache(config=model.config)
-        steps = [model(input_ids=token.view(1, 1), past_key_values=past, use_cache=True).logits[0, 0] for token in row[:-1]]
+        past = {name: DynamicCache(config=model.config)}
+        steps = [model(input_ids=token.view(1, 1), **past, use_cache=True).logits[0, 0] for token in row[:-1]]
         result.append(torch.stack(steps).float())
     return torch.stack(result).log_softmax(-1)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from apex_engine.command import console, human, run
+from apex_engine.command import console, human, run, say
 from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.packing import GROUP_SIZES
 from apex_engine.quantize.checkpoint import Manifest
@@ -29,7 +29,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("source", help=f"a model's directory, a hub id (owner/name), or one of: {', '.join(ALIASES)}")
     p.add_argument("-o", "--output", type=Path, help="folder to write (default: ./checkpoints/NAME-apex)")
     p.add_argument(
-        "--high", choices=HIGH_FORMATS, default=default.high, help="HIGH twin; 16bit is the source's own dtype and lossless"
+        "--high",
+        choices=HIGH_FORMATS,
+        default=default.high,
+        help="HIGH twin; 16bit is the source's own dtype and lossless",
     )
     p.add_argument("--low-method", choices=METHODS, default=default.low_method, help="how the LOW twin is found")
     p.add_argument(
@@ -77,15 +80,18 @@ def quantize(name: str, folder: Path, options: Options) -> Manifest:
 
     try:
         manifest, done = convert(name, source, folder, options, advance)
+    except KeyboardInterrupt:
+        say("finished files are kept: run again, it goes on where it stopped")
+        raise
     finally:
         bar.stop()
     if done:
         for note in source.notes:
-            console.print(f"note: {note}")
+            say(f"note: {note}")
         report(manifest)
-        console.print(f"written to {folder}")
+        say(f"written to {folder}")
     else:
-        console.print(f"{folder} is complete already: nothing to do")
+        say(f"{folder} is complete already: nothing to do")
     return manifest
 
 
@@ -104,7 +110,7 @@ def report(manifest: Manifest) -> None:
             table.add_row(twin.upper(), matrix, form, f"{row['error']:.4f}", f"{worst['error']:.4f}", at)
     console.print(table)
     for twin, layout in (("HIGH", manifest.high), ("LOW", manifest.low)):
-        console.print(
+        say(
             f"{twin:4} {layout.stride:,} bytes an expert, {layout.bits_per_weight:.2f} bits a weight with scales and "
             f"padding, {human(layout.stride * experts)} in all"
         )

@@ -145,7 +145,7 @@ class ExpertFileWriter:
 
     def append(self, blob: Tensor) -> None:
         """`blob`: uint8 `[stride]` on the CPU."""
-        data = memoryview(blob.numpy())
+        data = blob.numpy().data
         self._blobs.append(zlib.crc32(data))
         self._write(data)
 
@@ -219,8 +219,5 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sha256_of(path: Path) -> str:
-    sha = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            sha.update(chunk)
-    return sha.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -69,10 +69,16 @@ class Options:
             raise ApexError(f"the LOW down matrix can have 2, 3 or 4 bits, not {self.low_down}")
         shape = source.layers[0].shape
         columns = {matrix: shape.matrix(matrix)[1] for matrix in MATRICES}
-        misfits = [f"{matrix} ({k} inputs)" for matrix, k in columns.items() if self.group_size < 1 or k % self.group_size]
+        misfits = [
+            f"{matrix} ({k} inputs)" for matrix, k in columns.items() if self.group_size < 1 or k % self.group_size
+        ]
         if misfits or self.group_size not in GROUP_SIZES:
             fitting = [g for g in GROUP_SIZES if all(k % g == 0 for k in columns.values())]
-            where = f" does not divide {' and '.join(misfits)} of {source.layers[0].module}" if misfits else " is not usable"
+            where = (
+                f" does not divide {' and '.join(misfits)} of {source.layers[0].module}"
+                if misfits
+                else " is not usable"
+            )
             advice = f"use one of {', '.join(map(str, fitting))}" if fitting else "this model cannot have INT2 twins"
             raise ApexError(f"group size {self.group_size}{where}: {advice}")
         if self.high == "16bit" and source.expert_dtype not in RAW:
@@ -95,7 +101,11 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
     identity = {"version": FORMAT_VERSION, "fingerprint": source.fingerprint, "options": asdict(options)}
     if (folder / MANIFEST).is_file():
         finished = Manifest.read(folder)
-        _refuse_mix(folder, identity, {"version": FORMAT_VERSION, "fingerprint": finished.fingerprint, "options": finished.options})
+        _refuse_mix(
+            folder,
+            identity,
+            {"version": FORMAT_VERSION, "fingerprint": finished.fingerprint, "options": finished.options},
+        )
         return finished, False
     with _Journal(folder, identity) as journal, _disk_errors(folder):
         plan = _dense_plan(source)
@@ -178,9 +188,13 @@ def make_blob(expert: dict[str, Tensor], layout: Layout, method: str) -> tuple[T
         for name, value in fields.items():
             views[f"{matrix}.{name}"].copy_(value)
         exact = weight.float()
-        error = dequantize(views, matrix, layout).sub_(exact)
-        sums[matrix] = [error.square_().sum(dtype=torch.float64).item(), exact.square().sum(dtype=torch.float64).item()]
+        missed = dequantize(views, matrix, layout).sub_(exact)
+        sums[matrix] = [_square_sum(missed), _square_sum(exact)]
     return blob, sums
+
+
+def _square_sum(matrix: Tensor) -> float:
+    return matrix.square().sum(dtype=torch.float64).item()
 
 
 def _summary(errors: dict[int, dict[str, list[list[float]]]]) -> dict[str, Any]:
@@ -254,7 +268,9 @@ def _check_space(
             needed += sum(source.tensors[tensor].nbytes for tensor in tensors)
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ApexError(f"{folder} needs {needed:,} more bytes, and its disk has {free:,} free: make room or choose another disk")
+        raise ApexError(
+            f"{folder} needs {needed:,} more bytes, and its disk has {free:,} free: make room or choose another disk"
+        )
 
 
 _DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS}
@@ -265,7 +281,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ApexError(f"writing to {folder} failed ({error}): make room and run again, it goes on where it stopped") from None
+        raise ApexError(
+            f"writing to {folder} failed ({error}): make room and run again, it goes on where it stopped"
+        ) from None
     except OSError as error:
         if error.errno not in _DISK_TROUBLE:
             raise
@@ -304,7 +322,9 @@ class _Journal:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ApexError(f"another run is writing to {self._folder}: wait for it, or choose another directory") from None
+            raise ApexError(
+                f"another run is writing to {self._folder}: wait for it, or choose another directory"
+            ) from None
         for part in self._folder.rglob(f"*{PART}"):  # left by a run that was killed
             part.unlink()
         self._replay()

@@ -113,9 +113,7 @@ def _clip_search(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return best_scale, -(best_offset + mean) / best_scale
 
 
-def _seal(
-    groups: Tensor, scale: Tensor, zero: Tensor, bits: int, shape: torch.Size
-) -> tuple[Tensor, Tensor, Tensor]:
+def _seal(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
     """Round scale and zero to the stored float16 and take the codes that fit the rounded ones.
 
     A group whose values lie close together far from zero has no usable float16 zero (w/s overflows or is too coarse): it is

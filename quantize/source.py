@@ -87,7 +87,9 @@ def _download(source: str, repo: str) -> Path:
 
     patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
     try:
-        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*", "metal/*"]))
+        return Path(
+            snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*", "metal/*"])
+        )
     except HfHubHTTPError as error:
         raise ApexError(f"the hub refused {repo}: {str(error).splitlines()[0]}") from None
     except Exception as error:  # the client's network errors share no base class
@@ -248,11 +250,17 @@ class Source:
                 unexpected.append(key)
                 continue
             converter = by_pattern[pattern] if pattern is not None else None
-            targets = [name] if converter is None else [name.replace(converter.target_patterns[0], t) for t in converter.target_patterns]
+            targets = (
+                [name]
+                if converter is None
+                else [name.replace(converter.target_patterns[0], t) for t in converter.target_patterns]
+            )
             found.update(targets)
             if name.rpartition(".")[0] in modules:
                 if len(targets) > 1:
-                    raise ApexError(f"{key} holds several parameters of {name}: this family's checkpoints are not supported")
+                    raise ApexError(
+                        f"{key} holds several parameters of {name}: this family's checkpoints are not supported"
+                    )
                 parameter = parameters.setdefault(name, ExpertParameter(name, tuple(wanted[name].shape), converter))
                 parameter.keys[pattern or name].append(key)
             else:
@@ -295,7 +303,9 @@ class Source:
             names |= {"up.bias": f"{up}_bias", "down.bias": "down_proj_bias"}
         own = {parameter for parameter, _ in module.named_parameters(recurse=False)}
         if own != set(names.values()):
-            raise ApexError(f"{name} has the parameters {sorted(own)} instead of {sorted(names.values())}: not supported")
+            raise ApexError(
+                f"{name} has the parameters {sorted(own)} instead of {sorted(names.values())}: not supported"
+            )
         chosen = {blob: parameters[f"{name}.{parameter}"] for blob, parameter in names.items()}
         for parameter in chosen.values():
             self._check_count(parameter)
@@ -371,7 +381,9 @@ def _meta_model(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     except ValueError as error:
-        raise ApexError(f"{folder} is no causal language model transformers knows: {str(error).splitlines()[0]}") from None
+        raise ApexError(
+            f"{folder} is no causal language model transformers knows: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _read_shards(folder: Path) -> dict[str, TensorRef]:
@@ -392,7 +404,9 @@ def _read_shards(folder: Path) -> dict[str, TensorRef]:
                 f"{folder} has only pickled weights ({pickles[0]}), which can run code when read: convert it with "
                 "transformers' save_pretrained on a machine you trust, or take a safetensors revision"
             )
-        raise ApexError(f"{folder} has no model.safetensors and no model.safetensors.index.json: name a model's directory")
+        raise ApexError(
+            f"{folder} has no model.safetensors and no model.safetensors.index.json: name a model's directory"
+        )
     tensors: dict[str, TensorRef] = {}
     for shard in shards:
         if not shard.is_file():

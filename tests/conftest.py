@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import save_model
 from transformers.utils import logging as transformers_logging
 
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import ALIASES, Source
+from models import save_model
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()

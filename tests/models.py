@@ -102,7 +102,9 @@ def make_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     return model.to(dtype)
 
 
-def save_model(folder: Path, family: str = "mixtral", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any) -> Path:
+def save_model(
+    folder: Path, family: str = "mixtral", dtype: torch.dtype = torch.bfloat16, seed: int = 0, **changes: Any
+) -> Path:
     """`folder`, holding the random model in `dtype`."""
     make_model(family, dtype, seed, **changes).save_pretrained(folder)
     return folder

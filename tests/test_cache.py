@@ -12,7 +12,10 @@ from apex_engine.vocabulary import ExpertId, Precision
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 SHAPE = ExpertShape(8, 8, False)
-LAYOUTS = {HIGH: Layout(SHAPE, MatrixFormat("bfloat16"), MatrixFormat("bfloat16")), LOW: Layout(SHAPE, MatrixFormat("int2", 8), MatrixFormat("int2", 8))}
+LAYOUTS = {
+    HIGH: Layout(SHAPE, MatrixFormat("bfloat16"), MatrixFormat("bfloat16")),
+    LOW: Layout(SHAPE, MatrixFormat("int2", 8), MatrixFormat("int2", 8)),
+}
 LAYERS, EXPERTS = 3, 4
 
 

@@ -6,7 +6,16 @@ from apex_engine.vocabulary import ApexError
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [(123, 123), ("123", 123), ("2KiB", 2048), ("1.5 GiB", 3 << 29), ("2GB", 2 * 10**9), ("25%", 250), ("12.5%", 125), ("6gib", 6 << 30)],
+    [
+        (123, 123),
+        ("123", 123),
+        ("2KiB", 2048),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("25%", 250),
+        ("12.5%", 125),
+        ("6gib", 6 << 30),
+    ],
 )
 def test_memory(text, expected):
     assert parse_memory(text, 1000) == expected

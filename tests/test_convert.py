@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import quantize
-from models import make_model, save_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +22,7 @@ from apex_engine.quantize.checkpoint import MANIFEST, Manifest, data_offset, sha
 from apex_engine.quantize.convert import JOURNAL, Options, convert
 from apex_engine.quantize.source import Source
 from apex_engine.vocabulary import ApexError
+from models import make_model, save_model
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,9 @@ class TestReruns:
             assert contents(tmp_path / str(run)) == contents(finished)
 
     @pytest.mark.parametrize("steps", range(1, 6))
-    def test_a_run_stopped_after_any_step_resumes_to_the_same_bytes(self, source, finished, tmp_path, steps, monkeypatch):
+    def test_a_run_stopped_after_any_step_resumes_to_the_same_bytes(
+        self, source, finished, tmp_path, steps, monkeypatch
+    ):
         stopped = _stop_after(steps, monkeypatch)
         with pytest.raises(stopped):
             quantize(source, tmp_path / "apex")
@@ -203,7 +205,7 @@ class TestReruns:
                 done.append(n)
                 if len(done) == 9:  # in the middle of the second layer
                     os.kill(os.getpid(), signal.SIGKILL)
-            convert("{source.name}", Source(Path("{source}")), Path("{tmp_path / 'apex'}"), Options(), progress)
+            convert("{source.name}", Source(Path("{source}")), Path("{tmp_path / "apex"}"), Options(), progress)
         """)
         killed = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
         assert killed.returncode == -signal.SIGKILL
@@ -247,7 +249,10 @@ class TestRefusals:
 
     def test_intermediate_96_names_a_group_size_that_fits(self, tmp_path):
         folder = save_model(tmp_path / "source", intermediate_size=96)
-        with pytest.raises(ApexError, match=r"64 does not divide down \(96 inputs\) of model.layers.0.mlp.experts: use one of 8, 16, 32"):
+        with pytest.raises(
+            ApexError,
+            match=r"64 does not divide down \(96 inputs\) of model.layers.0.mlp.experts: use one of 8, 16, 32",
+        ):
             quantize(folder, tmp_path / "apex")
         quantize(folder, tmp_path / "apex", group_size=32)
 
@@ -256,7 +261,9 @@ class TestRefusals:
         model = make_model("mixtral", torch.bfloat16)
         model.model.layers[1].mlp.experts.down_proj.data[3, 5, 7] = value
         model.save_pretrained(tmp_path / "source")
-        with pytest.raises(ApexError, match="model.layers.1.mlp.experts, expert 3: the down matrix has a NaN or an infinite"):
+        with pytest.raises(
+            ApexError, match=r"model.layers.1.mlp.experts, expert 3: the down matrix has a NaN or an infinite"
+        ):
             quantize(tmp_path / "source", tmp_path / "apex")
         names = set(contents(tmp_path / "apex"))
         assert MANIFEST not in names and not [name for name in names if "layer-001" in name]
@@ -322,7 +329,13 @@ def test_memory_stays_near_one_expert_whatever_the_models_size(tmp_path):
     """)
     grown = {}
     for layers in (2, 8):
-        shape = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": layers, "num_local_experts": 16}
+        shape = {
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "head_dim": 64,
+            "num_hidden_layers": layers,
+            "num_local_experts": 16,
+        }
         folder = save_model(tmp_path / f"source{layers}", **shape)
         command = [sys.executable, "-c", script, str(folder), str(tmp_path / f"apex{layers}")]
         grown[layers] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10

@@ -59,7 +59,9 @@ def test_deterministic_splits_an_expert_by_what_each_token_wants():
 @given(st.integers(0, 6), st.integers(1, 4), st.sampled_from(MODES), st.randoms())
 def test_every_pair_is_served_exactly_once(tokens, k, mode, random):
     chosen = np.array([random.sample(range(8), k) for _ in range(tokens)], np.int64).reshape(tokens, k)
-    wanted = np.array([[random.choice(list(Precision)) for _ in range(k)] for _ in range(tokens)], np.int8).reshape(tokens, k)
+    wanted = np.array([[random.choice(list(Precision)) for _ in range(k)] for _ in range(tokens)], np.int8).reshape(
+        tokens, k
+    )
     resident = {(e, p) for e in range(8) for p in (LOW, HIGH) if random.random() < 0.4}
     uses = dispatch(chosen, wanted, mode, lambda e, p: (e, p) in resident)
     served = np.full(chosen.shape, -1)

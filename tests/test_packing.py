@@ -6,9 +6,13 @@ from hypothesis import strategies as st
 from apex_engine.kernels.packing import GROUP_SIZES, PLANES, pack, unpack
 
 
-@given(st.sampled_from(sorted(PLANES)), st.sampled_from(GROUP_SIZES), st.integers(1, 3), st.integers(1, 3), st.randoms())
+@given(
+    st.sampled_from(sorted(PLANES)), st.sampled_from(GROUP_SIZES), st.integers(1, 3), st.integers(1, 3), st.randoms()
+)
 def test_unpack_is_the_inverse_of_pack(bits, group, rows, groups, random):
-    codes = torch.tensor([[random.randrange(2**bits) for _ in range(groups * group)] for _ in range(rows)], dtype=torch.uint8)
+    codes = torch.tensor(
+        [[random.randrange(2**bits) for _ in range(groups * group)] for _ in range(rows)], dtype=torch.uint8
+    )
     planes = pack(codes, bits, group)
     assert sum(plane.shape[-1] for plane in planes) * 8 == codes.shape[-1] * bits
     assert torch.equal(unpack(planes, bits, group), codes)

@@ -20,7 +20,13 @@ def a_manifest(layers: int, experts: int, inter: int = 512) -> Manifest:
     return Manifest("", "", {}, experts, high, low, (LayerEntry(0, "", "", ""),) * layers, 0)
 
 
-@given(st.integers(2, 8), st.integers(8, 32), st.floats(1, 120), st.floats(0, 1), st.sampled_from(["adaptive", "deterministic", "exact"]))
+@given(
+    st.integers(2, 8),
+    st.integers(8, 32),
+    st.floats(1, 120),
+    st.floats(0, 1),
+    st.sampled_from(["adaptive", "deterministic", "exact"]),
+)
 def test_slots_stay_within_the_budget_and_use_it(layers, experts, percent, share, mode):
     manifest = a_manifest(layers, experts)
     config = Config(mode=mode, memory=f"{percent:.3f}%", low_share=share)

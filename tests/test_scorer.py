@@ -22,7 +22,8 @@ def test_scores_are_normalised_and_ignore_sign():
 
 
 @pytest.mark.parametrize(
-    ("second", "expected"), [(0.41, Precision.HIGH), (0.39, Precision.LOW), (0.11, Precision.LOW), (0.09, Precision.SKIP)]
+    ("second", "expected"),
+    [(0.41, Precision.HIGH), (0.39, Precision.LOW), (0.11, Precision.LOW), (0.09, Precision.SKIP)],
 )
 def test_mixtral_thresholds(second, expected):
     gates = np.array([[1 - second, second]], np.float32)

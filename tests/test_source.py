@@ -7,13 +7,15 @@ import struct
 import pytest
 import torch
 from conftest import quantize
-from models import make_model, save_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 import apex_engine
+from apex_engine.quantize.methods import encode
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.vocabulary import ApexError
+from models import make_model, save_model
 
 
 @pytest.fixture
@@ -60,7 +62,9 @@ def test_whole_layer_and_expert_by_expert_conversion_agree(source, monkeypatch):
     found = Source(source)
     apart = list(found.expert(found.layers[1]))
     assert all(parameter.per_expert for parameter in found.layers[1].parameters.values())
-    monkeypatch.setattr("apex_engine.quantize.source.ExpertParameter.per_expert", property(lambda self: self.converter is None))
+    monkeypatch.setattr(
+        "apex_engine.quantize.source.ExpertParameter.per_expert", property(lambda self: self.converter is None)
+    )
     whole = list(found.expert(found.layers[1]))
     for a, b in zip(apart, whole, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
@@ -80,7 +84,9 @@ def test_mxfp4_experts_are_dequantized_exactly(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
 
     quantize(folder, tmp_path / "apex")
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True))
+    reference = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
     model = apex_engine.load(tmp_path / "apex", mode="exact", memory="100%")
     ids = torch.randint(2, 128, (1, 12))
     torch.testing.assert_close(model(ids).logits.float(), reference(ids).logits.float(), rtol=0.02, atol=0.07)
@@ -102,7 +108,9 @@ class TestRefusals:
         content = shard.read_bytes()
         (size,) = struct.unpack("<Q", content[:8])
         header = json.loads(content[8 : 8 + size])
-        last = max((name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1])
+        last = max(
+            (name for name in header if name != "__metadata__"), key=lambda name: header[name]["data_offsets"][1]
+        )
         header[last]["data_offsets"][1] += 1000
         text = json.dumps(header).encode()
         shard.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + size :])
@@ -116,16 +124,28 @@ class TestRefusals:
     def test_renamed_prefix(self, tmp_path):
         folder = save_model(tmp_path / "source")
         tensors = load_file(folder / "model.safetensors")
-        renamed = {name.replace("block_sparse_moe.experts", "moe.specialists"): tensor for name, tensor in tensors.items()}
+        renamed = {
+            name.replace("block_sparse_moe.experts", "moe.specialists"): tensor for name, tensor in tensors.items()
+        }
         save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
-        refused(folder, "missing model.layers.0.mlp.experts.down_proj", "unexpected model.layers.0.moe.specialists", "Nothing was written")
+        refused(
+            folder,
+            "missing model.layers.0.mlp.experts.down_proj",
+            "unexpected model.layers.0.moe.specialists",
+            "Nothing was written",
+        )
 
     def test_an_expert_is_missing(self, tmp_path):
         folder = save_model(tmp_path / "source")
         tensors = load_file(folder / "model.safetensors")
         del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        refused(folder, "model.layers.1.mlp.experts.gate_up_proj", "5 of .experts.*.w3.weight", "is a shard or an expert missing")
+        refused(
+            folder,
+            "model.layers.1.mlp.experts.gate_up_proj",
+            "5 of .experts.*.w3.weight",
+            "is a shard or an expert missing",
+        )
 
     def test_config_of_another_model(self, tmp_path):
         folder = save_model(tmp_path / "source")
@@ -154,7 +174,9 @@ class TestRefusals:
         refused(source, "no model.safetensors")
 
     def test_dense_model(self, tmp_path):
-        config = AutoConfig.for_model("llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+        config = AutoConfig.for_model(
+            "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+        )
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
         refused(tmp_path / "dense", "no routed experts", "Mixture-of-Experts")
 
@@ -186,7 +208,14 @@ class TestRefusals:
         folder = save_model(tmp_path / "source", dtype=torch.float32)
         with pytest.raises(ApexError, match="--high bfloat16 or --high float16"):
             quantize(folder, tmp_path / "apex")
-        assert quantize(folder, tmp_path / "apex", high="bfloat16").high.up.name == "bfloat16"
+        manifest = quantize(folder, tmp_path / "apex", high="bfloat16")
+        assert manifest.high.up.name == "bfloat16" and 0 < manifest.errors["high.up"]["error"] < 0.004
+        # The LOW twin is made of the float32 weights, not of the rounded or otherwise used ones.
+        name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
+        expected = encode(load_file(folder / "model.safetensors")[name], manifest.low.down)
+        with safe_open(tmp_path / "apex" / manifest.layers[1].low, "pt") as file:
+            views = manifest.low.views(file.get_tensor("experts")[5])
+        assert all(torch.equal(views[f"down.{field}"], value) for field, value in expected.items())
 
 
 class TestResolve:
@@ -201,5 +230,5 @@ class TestResolve:
 
     def test_no_network(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(ApexError, match="mixtral .alias of mistralai/Mixtral.*the hub could not be reached"):
+        with pytest.raises(ApexError, match=r"mixtral .alias of mistralai/Mixtral.*the hub could not be reached"):
             resolve("mixtral")

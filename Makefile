@@ -1,0 +1,46 @@
+# make demo            create .venv, quantize the bundled model, generate text with it
+# make test            create .venv, pass the tests
+# make quantize MODEL=mixtral [OUT=folder] [ARGS="--high int8 --low-down 3"]
+# make lint            ruff and mypy
+#
+# TORCH is the torch to install: the default is the version without a GPU that the tests use; on a machine with one,
+# `make demo TORCH=torch` takes the newest CUDA build.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?= tiny
+ARGS ?=
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: demo test quantize lint docs clean
+
+demo: $(READY)
+	$(BIN)/python -m apex_engine.generate
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+quantize: $(READY)
+	$(BIN)/python -m apex_engine.quantize $(MODEL) $(if $(OUT),-o $(OUT)) $(ARGS)
+
+# mypy knows nothing of the mapping of the folders into one package: give it a tree of links that looks installed.
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/types && mkdir -p build/types/apex_engine
+	ln -s $(CURDIR)/apex_engine/*.py $(CURDIR)/kernels $(CURDIR)/quantize $(CURDIR)/eval build/types/apex_engine/
+	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p apex_engine
+
+docs: $(READY)
+	$(BIN)/python -m benchmarks.demo_model -o docs/demo-model.md
+
+# torch first and alone: left to the other packages it may come as a CUDA build of several gigabytes.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,143 @@
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from apex_engine.cache import ExpertCache
+from apex_engine.kernels.layout import ALIGN
+from apex_engine.ledger import Ledger
+from apex_engine.loader import Loader
+from apex_engine.policies import POLICIES
+from apex_engine.quantize.checkpoint import Manifest, data_offset
+from apex_engine.store import ExpertStore
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+HIGH, LOW = Precision.HIGH, Precision.LOW
+
+
+@pytest.fixture
+def checkpoint(tiny, tmp_path):
+    """A copy for the test to spoil."""
+    shutil.copytree(tiny()[1], tmp_path / "apex")
+    return tmp_path / "apex"
+
+
+def open_store(folder: Path) -> ExpertStore:
+    return ExpertStore(folder, Manifest.read(folder))
+
+
+def a_blob(stride: int) -> torch.Tensor:
+    raw = torch.empty(stride + ALIGN, dtype=torch.uint8)
+    start = -raw.data_ptr() % ALIGN
+    return raw[start : start + stride]
+
+
+def test_every_blob_is_read_as_written(checkpoint):
+    store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
+    for index, layer in enumerate(manifest.layers):
+        for precision, name in ((HIGH, layer.high), (LOW, layer.low)):
+            with safe_open(checkpoint / name, "pt") as file:
+                expected = file.get_tensor("experts")
+            for expert in range(manifest.experts):
+                blob = a_blob(store.layout(precision).stride)
+                assert store.read(ExpertId(index, expert), precision, blob) == len(blob)
+                assert torch.equal(blob, expected[expert])
+
+
+def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
+    manifest = Manifest.read(checkpoint)
+    path = checkpoint / manifest.layers[1].low
+    with path.open("r+b") as file:
+        file.seek(data_offset(path, manifest.low, manifest.experts) + 3 * manifest.low.stride + 77)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
+    store = open_store(checkpoint)
+    blob = a_blob(manifest.low.stride)
+    store.read(ExpertId(1, 2), LOW, blob)
+    with pytest.raises(ApexError) as caught:
+        store.read(ExpertId(1, 3), LOW, blob)
+    for part in ("layer 1 (model.layers.1.mlp.experts)", "expert 3", "LOW", str(path), "wrong checksum"):
+        assert part in str(caught.value)
+
+
+def test_a_file_cut_after_opening(checkpoint):
+    store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
+    path = checkpoint / manifest.layers[0].high
+    os.truncate(path, path.stat().st_size - manifest.high.stride - ALIGN)
+    with pytest.raises(ApexError, match=r"expert 5, HIGH twin cannot be read .* the file ends after 0 of"):
+        store.read(ExpertId(0, 5), HIGH, a_blob(manifest.high.stride))
+    with pytest.raises(ApexError, match=r"expert 4, HIGH twin .* the file ends after"):
+        store.read(ExpertId(0, 4), HIGH, a_blob(manifest.high.stride))
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "header"])
+def test_damage_before_opening(checkpoint, damage):
+    path = checkpoint / Manifest.read(checkpoint).layers[1].high
+    if damage == "missing":
+        path.unlink()
+    elif damage == "short":
+        os.truncate(path, 100)
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:20] + b"#" + content[21:])
+    with pytest.raises(ApexError, match=str(path)):
+        open_store(checkpoint)
+
+
+def test_without_direct_io_it_reads_all_the_same_and_says_so(checkpoint, monkeypatch):
+    real_open = os.open
+
+    def no_direct(path, flags, *mode):
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", no_direct)
+    store = open_store(checkpoint)
+    assert not store.direct
+    blob = a_blob(store.layout(LOW).stride)
+    assert store.read(ExpertId(0, 0), LOW, blob) == len(blob)
+
+
+def make_loader(store, device="cpu"):
+    layouts = {precision: store.layout(precision) for precision in (HIGH, LOW)}
+    policy = POLICIES["lru"](2, 6, 0.2)
+    cache = ExpertCache(layouts, {HIGH: 2, LOW: 1}, policy, torch.device("cpu"), poison=True)
+    return Loader(store, cache, Ledger(), torch.device(device)), cache
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"], ids=["straight into the slot", "through host memory"])
+def test_fetch_fills_pins_and_counts(checkpoint, device):
+    store = open_store(checkpoint)
+    loader, cache = make_loader(store, device)
+    slot = loader.fetch(ExpertId(1, 4), HIGH, now=1)
+    expected = a_blob(store.layout(HIGH).stride)
+    store.read(ExpertId(1, 4), HIGH, expected)
+    assert torch.equal(cache.pools[HIGH].memory[slot], expected)
+    assert cache.pools[HIGH].pins[slot] == 1 and cache.find(ExpertId(1, 4), HIGH) == slot
+    assert loader.ledger.loads[HIGH] == 1 and loader.ledger.bytes_read[HIGH] == store.layout(HIGH).stride
+    cache.check_integrity()
+
+
+def test_a_failed_fetch_frees_its_slot_and_the_loader_stays_usable(checkpoint, monkeypatch):
+    store = open_store(checkpoint)
+    loader, cache = make_loader(store)
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "read", lambda *args: (_ for _ in ()).throw(ApexError("the cable is out")))
+        with pytest.raises(ApexError, match="cable"):
+            loader.fetch(ExpertId(0, 0), LOW, now=0)
+    cache.check_integrity()
+    assert cache.resident_bytes() == 0 and loader.ledger.loads[LOW] == 0
+    assert loader.fetch(ExpertId(0, 0), LOW, now=0) == 0
+
+
+def test_no_slot_while_all_are_pinned(checkpoint):
+    loader, cache = make_loader(open_store(checkpoint))
+    slot = loader.fetch(ExpertId(0, 0), LOW, now=0)
+    assert loader.fetch(ExpertId(0, 1), LOW, now=0) is None
+    cache.unpin(LOW, slot)
+    assert loader.fetch(ExpertId(0, 1), LOW, now=0) == slot
