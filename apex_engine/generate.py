@@ -156,7 +156,8 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the libraries behind it raise whatever they like
         raise ApexError(
-            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): copy the source's tokenizer files there"
+            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): "
+            "copy the source's tokenizer files there"
         ) from None
 
 
