@@ -22,7 +22,7 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 quantize: $(READY)
-	$(BIN)/python -m apex_engine.quantize $(MODEL) $(if $(OUT),-o $(OUT)) $(ARGS)
+	$(BIN)/python -m apex_engine.quantize '$(MODEL)' $(if $(OUT),-o '$(OUT)') $(ARGS)
 
 # mypy knows nothing of the mapping of the folders into one package: give it a tree of links that looks installed.
 lint: $(READY)

@@ -35,8 +35,8 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """One line on stderr, not broken at the terminal's width."""
-    console.print(text, soft_wrap=True, markup=False)
+    """A message on stderr: wrapped at words on a terminal, one line elsewhere."""
+    console.print(text, soft_wrap=not console.is_terminal, markup=False)
 
 
 def human(nbytes: float) -> str:

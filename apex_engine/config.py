@@ -11,7 +11,9 @@ from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError
 
 MODES = ("adaptive", "deterministic", "exact")
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "B": 1}
+for _i, _letter in enumerate("KMGT", 1):
+    UNITS |= {f"{_letter}B": 1000**_i, f"{_letter}IB": 1024**_i, _letter: 1024**_i}
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Config:
 
 def parse_memory(value: int | str, whole: int) -> int:
     """Bytes of `value`: a number, a number with a unit, or a percentage of `whole`. Raises ApexError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(%|[KMG]?I?B?)\s*", str(value).upper())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?)\s*(%|[KMGT]?I?B?)\s*", str(value).upper())
     unit = match[2] if match else ""
     if unit != "%" and match and unit not in UNITS:
         match = None

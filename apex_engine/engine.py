@@ -32,7 +32,9 @@ from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
 
 class Engine:
-    """The experts of one model: `model.apex`. Layer steps are serialised by one lock.
+    """The experts of one model: `model.apex`. One lock serialises layer steps and everything else that changes state.
+
+    Threads that run sequences at the same time share one set of records: a new sequence in one of them starts all afresh.
 
     Raises ApexError when made: unfinished checkpoint, budget too small.
     """
@@ -50,12 +52,14 @@ class Engine:
         self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
         self._cache: ExpertCache | None = None  # made on the device of the first token
         self._loader: Loader | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def stats(self) -> dict[str, Any]:
         """Options, plan, residency and the ledger since loading or the last `reset_stats`, as plain JSON."""
         cache = self._cache
-        resident = {p.word: len(pool.slot_of) for p, pool in cache.pools.items()} if cache else {}
+        pools = cache.pools if cache else {}
+        resident = {p.word: len(pools[p].slot_of) if p in pools else 0 for p in TWINS}
         return {
             "config": asdict(self.config),
             "plan": {
@@ -73,26 +77,31 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start the ledger afresh. Resident experts and the policy's records stay."""
-        self.ledger = Ledger()
-        if self._loader:
-            self._loader.ledger = self.ledger
+        with self._lock:
+            self.ledger = Ledger()
+            if self._loader:
+                self._loader.ledger = self.ledger
 
     def close(self) -> None:
-        """Close the expert files and free the slots. The model answers no more."""
-        self._store.close()
-        self._cache = self._loader = None
+        """Close the expert files and free the slots. A model that is called afterwards raises ApexError."""
+        with self._lock:
+            self._closed = True
+            self._store.close()
+            self._cache = self._loader = None
 
     def begin_pass(self, tokens: int, new_sequence: bool) -> None:
         """A forward pass over `tokens` tokens begins."""
-        if new_sequence:
-            self._policy.start_sequence()
-            self.ledger.sequences += 1
-        self._policy.start_pass(tokens)
+        with self._lock:
+            if new_sequence:
+                self._policy.start_sequence()
+                self.ledger.sequences += 1
+            self._policy.start_pass(tokens)
 
     def end_pass(self, phase: str, tokens: int, seconds: float) -> None:
         """It has ended; `phase` is "prefill" or "decode"."""
-        self.ledger.tokens[phase] += tokens
-        self.ledger.seconds[phase] += seconds
+        with self._lock:
+            self.ledger.tokens[phase] += tokens
+            self.ledger.seconds[phase] += seconds
 
     @torch.no_grad()
     def step(
@@ -161,6 +170,8 @@ class Engine:
                 self._policy.use(layer, use.expert, use.precision, count)
 
     def _ready(self, x: Tensor) -> tuple[ExpertCache, Loader]:
+        if self._closed:
+            raise ApexError("the engine of this model was closed: load the checkpoint again")
         if self._cache is None or self._loader is None:
             self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, x.device)
             self._loader = Loader(self._store, self._cache, self.ledger, x.device)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from apex_engine.engine import Engine
+from apex_engine.vocabulary import ApexError
 
 
 class ApexExperts(nn.Module):
@@ -29,4 +31,8 @@ class ApexExperts(nn.Module):
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`[T, H]`, router's choice and gate weights `[T, K]` -> `[T, H]`."""
         assert self.engine is not None, "the checkpoint is still being loaded"
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
+            raise ApexError(
+                "an apex checkpoint cannot be trained: the experts have no gradients. Train the original model"
+            )
         return self.engine.step(self._layer, hidden_states, top_k_index, top_k_weights, self._activate, self._finish)

@@ -13,20 +13,24 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
+from transformers import AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
 from transformers.utils import logging as transformers_logging
 
 from apex_engine.command import console, human, run, say
 from apex_engine.config import MODES, Config
-from apex_engine.hook import load
+from apex_engine.hook import load, read_config
 from apex_engine.plan import Plan, kv_bytes, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
-from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest
-from apex_engine.quantize.convert import Options
-from apex_engine.quantize.source import resolve
+from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
+from apex_engine.quantize.convert import JOURNAL, Options
+from apex_engine.quantize.source import ALIASES, resolve
 from apex_engine.vocabulary import ApexError, Precision
 
+ADAPTIVE = (
+    "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "
+    "(--mode exact forbids it)"
+)
 DEMO_PROMPT = "Rev3:1 And I saw a great"
 # transformers' own generation flags: name -> (type, least, most, only with --do-sample)
 SAMPLING: dict[str, tuple[type, float, float, bool]] = {
@@ -48,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
         "says how much, and --mode exact forbids it.",
     )
     p.add_argument(
-        "model", nargs="?", help="folder written by `python -m apex_engine.quantize`; default: the bundled model"
+        "model",
+        nargs="?",
+        help="folder written by `python -m apex_engine.quantize`; default, and `tiny`: the bundled model",
     )
     p.add_argument("prompt", nargs="?", help="the prompt; `-` reads it from stdin")
     p.add_argument("-f", "--file", type=Path, help="read the prompt from a file")
@@ -84,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         help="of the computation; default: the model's",
     )
     engine.add_argument(
-        "--stats", choices=("table", "json", "none"), default="table", help="the ledger, on stderr; default: table"
+        "--stats", choices=("table", "json", "none"), default="table", help="plan and ledger, on stderr; default: table"
     )
     sampling = p.add_argument_group("sampling (transformers' own flags)")
     sampling.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
@@ -101,16 +107,20 @@ def main() -> None:
     sampling = _sampling(args)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    folder = Path(args.model) if args.model else demo_checkpoint()
+    prompt = _prompt(args)
+    folder = demo_checkpoint() if args.model in (None, "tiny") else Path(args.model)
     manifest = _manifest(folder)
     tokenizer = _tokenizer(folder)
-    ids = _encode(tokenizer, _prompt(args), args.raw)
-    model_config = AutoConfig.from_pretrained(folder)
+    ids = _encode(tokenizer, prompt, args.raw)
+    model_config = read_config(folder)
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
     plan = make_plan(config, manifest)
-    if args.stats != "json":
-        dtype = model_config.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-        show_plan(plan, config, kv_bytes(model_config, context, (dtype or torch.float32).itemsize), context)
+    dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
+    dense = plan.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
+    if args.stats == "table":
+        show_plan(plan, config, dense, kv_bytes(model_config, context, dtype.itemsize), context)
+    if args.stats != "json" and config.mode == "adaptive":
+        say(ADAPTIVE)
 
     model = load(folder, dtype=None if args.dtype == "auto" else args.dtype, device=device, **vars(config))
     set_seed(args.seed)
@@ -124,29 +134,39 @@ def main() -> None:
             do_sample=args.do_sample,
             **sampling,
         )
+    except KeyboardInterrupt:
+        print(flush=True)  # the text so far has no end of line
+        raise
     finally:  # after Ctrl-C too: what was done so far
         show_stats(model, args.stats)
 
 
 def demo_checkpoint() -> Path:
     """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
-    source = resolve("tiny")
-    identity = hashlib.sha256(
-        (source / "config.json").read_bytes() + str((source, FORMAT_VERSION)).encode()
-    ).hexdigest()[:12]
+    source, options = resolve("tiny"), Options()
+    weights = sha256_of(source / "model.safetensors")
+    identity = hashlib.sha256(f"{source} {weights} {options} {FORMAT_VERSION}".encode()).hexdigest()[:12]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
     folder = cache / f"tiny-mixtral-{identity}"
     if not (folder / MANIFEST).is_file():
         say(f"quantizing the bundled model into {folder} (once)")
-        quantize("tiny", folder, Options())
+        quantize("tiny", folder, options)
     return folder
 
 
 def _manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
+        known = str(folder) in ALIASES
+        advice = (
+            f"make it with `python -m apex_engine.quantize {folder}`, then give checkpoints/{folder}-apex"
+            if known
+            else "the first argument is the folder of an apex checkpoint, the second the prompt"
+        )
+        raise ApexError(f"{folder} is no directory: {advice}")
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file() and not (folder / JOURNAL).is_file():
         raise ApexError(
-            f"{folder} is no directory: name an apex checkpoint, then the prompt. Make one with "
-            f"`python -m apex_engine.quantize SOURCE -o {folder}`"
+            f"{folder} is not an apex checkpoint but an ordinary model: make one of it with "
+            f"`python -m apex_engine.quantize {folder}`, then give checkpoints/{folder.resolve().name}-apex"
         )
     return Manifest.read(folder)
 
@@ -165,26 +185,32 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ApexError(
-            f"device {name} asked for, but torch sees no CUDA device here: use --device cpu, or install a CUDA build "
-            "of torch"
+            f"device {name} asked for, but torch sees {torch.cuda.device_count()} CUDA devices here: use --device cpu, or "
+            "install a CUDA build of torch"
         )
     return device
 
 
 def _prompt(args: argparse.Namespace) -> str:
+    """From the argument, the file or stdin; one newline at the end, as editors and `echo` write it, is not part of it."""
     if args.prompt is not None and args.file:
         raise ApexError("two prompts: give it as an argument or with --file, not both")
     try:
         if args.file:
-            text = args.file.read_text()
+            text = args.file.read_text().removesuffix("\n")
         elif args.prompt == "-" or (args.prompt is None and args.model and not sys.stdin.isatty()):
-            text = sys.stdin.read()
+            text = sys.stdin.read().removesuffix("\n")
+        elif args.prompt is None and not args.model:
+            text = DEMO_PROMPT
         else:
-            text = args.prompt if args.prompt is not None else DEMO_PROMPT if not args.model else ""
-    except (OSError, UnicodeDecodeError) as error:
+            text = args.prompt or ""
+        text.encode()
+    except (OSError, UnicodeError) as error:
         raise ApexError(f"the prompt cannot be read: {error}") from None
     if not text:
         raise ApexError("no prompt: give it as the second argument, with --file, or on stdin")
@@ -195,7 +221,12 @@ def _encode(tokenizer: Any, text: str, raw: bool) -> torch.Tensor:
     """Token ids `[1, N]`."""
     if tokenizer.chat_template and not raw:
         turn = [{"role": "user", "content": text}]
-        encoded = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        try:
+            encoded = tokenizer.apply_chat_template(
+                turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # templates are programs
+            raise ApexError(f"the chat template failed ({str(error).splitlines()[0]}): --raw goes without it") from None
     else:
         encoded = tokenizer(text, return_tensors="pt")
     return encoded["input_ids"]
@@ -217,6 +248,8 @@ def _check_length(config: Any, prompt: int, new: int) -> int:
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling flags that were given, checked."""
+    if not 0 <= args.seed < 2**32:
+        raise ApexError(f"--seed {args.seed} is out of range: from 0 to {2**32 - 1}")
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     for name, value in given.items():
         _, least, most, only_sampling = SAMPLING[name]
@@ -231,31 +264,24 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def show_plan(plan: Plan, config: Config, kv: int | None, context: int) -> None:
+def show_plan(plan: Plan, config: Config, dense: int, kv: int | None, context: int) -> None:
     """What will be held in memory, before anything is loaded."""
     table = Table(title=f"plan: mode {config.mode}, policy {config.policy}", title_justify="left")
     for column in ("in memory", "bytes", "what"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    table.add_row("dense weights", human(plan.dense_bytes), "attention, norms, routers, embeddings: always resident")
-    table.add_row("KV cache", human(kv) if kv is not None else "unknown", f"{context} tokens at most")
+    table.add_row("dense weights", human(dense), "attention, norms, routers, embeddings")
+    table.add_row("KV cache", "unknown" if kv is None else human(kv), f"{context} tokens at most")
     for precision, slots in plan.slots.items():
-        share = slots / plan.experts
-        blob = human(plan.stride[precision])
-        table.add_row(
-            f"{precision.name} slots",
-            human(slots * plan.stride[precision]),
-            f"{slots} of {plan.experts} experts ({share:.0%}), {blob} each",
-        )
+        what = f"{slots} of {plan.experts} experts ({slots / plan.experts:.0%}), {human(plan.stride[precision])} each"
+        table.add_row(f"{precision.name} slots", human(slots * plan.stride[precision]), what)
     console.print(table)
     all_high = plan.experts * plan.stride[Precision.HIGH]
-    say(
-        f"expert budget {human(plan.budget)} ({plan.budget / all_high:.0%} of all HIGH twins), {human(plan.slot_bytes)} in slots"
+    share = (
+        f"as much as {plan.budget / all_high:.0%} of all HIGH twins" if plan.budget < 10 * all_high else "more than all"
     )
-    if config.mode == "adaptive":
-        say(
-            "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "
-            "(--mode exact forbids it)"
-        )
+    say(f"budget for experts {human(plan.budget)} ({share}), {human(plan.slot_bytes)} in slots")
+    if config.mode == "adaptive" and plan.budget >= all_high:
+        say(f"all HIGH twins take {human(all_high)}, which fits: --mode exact needs no more and alters nothing")
 
 
 def show_stats(model: PreTrainedModel, how: str) -> None:
@@ -273,8 +299,8 @@ def show_stats(model: PreTrainedModel, how: str) -> None:
     table.add_row("expert calls", *(f"{stats['calls'][w]:,}" for w in words))
     table.add_row("share of calls", *(_percent(stats["share_of_calls"][w]) for w in words))
     table.add_row("share of gate mass", *(_percent(stats["share_of_gate_mass"][w]) for w in words))
-    table.add_row("calls the score asked for", *(f"{stats['asked'][w]:,}" for w in words))
-    table.add_row("cache hit rate", *(_percent(stats["hit_rate"][w]) for w in words[:2]), "")
+    table.add_row("by the score alone", *(f"{stats['asked'][w]:,}" for w in words))
+    table.add_row("hit rate (uses a layer step)", *(_percent(stats["hit_rate"][w]) for w in words[:2]), "")
     table.add_row("loads", *(f"{stats['loads'][w]:,}" for w in words[:2]), "")
     table.add_row("read", *(human(stats["bytes_read"][w]) for w in words[:2]), "")
     console.print(table)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -17,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from apex_engine.config import Config
 from apex_engine.engine import Engine
 from apex_engine.experts import ApexExperts
-from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest
+from apex_engine.quantize.checkpoint import MANIFEST, Manifest, guard_name
 from apex_engine.quantize.source import find_experts
 from apex_engine.vocabulary import ApexError
 
@@ -38,23 +39,35 @@ def load(
                 f"{folder} is no directory: name an apex checkpoint made by `python -m apex_engine.quantize`"
             )
         Manifest.read(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     config.quantization_config = {**config.quantization_config, "runtime": options}
     placement = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
     return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", **placement)
+
+
+def read_config(folder: Path) -> PretrainedConfig:
+    """The config.json of an apex checkpoint. Raises ApexError where it is not one."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        method = config.quantization_config["quant_method"]
+    except Exception as error:  # anything may be in there
+        raise ApexError(f"{folder}/config.json cannot be read ({str(error).splitlines()[0]}): quantize again") from None
+    if method != "apex":
+        raise ApexError(f"{folder}/config.json is that of another checkpoint ({method}): quantize again")
+    return config
 
 
 @register_quantization_config("apex")
 class ApexQuantizationConfig(QuantizationConfigMixin):
     """The `quantization_config` of an apex checkpoint's config.json; `runtime` carries the options of `load` and is not saved."""
 
-    def __init__(self, version: int = FORMAT_VERSION, runtime: dict[str, Any] | None = None, **_: Any) -> None:
+    def __init__(self, runtime: dict[str, Any] | None = None, **saved: Any) -> None:
         self.quant_method = "apex"
-        self.version = version
         self.runtime = runtime or {}
+        self.saved = saved
 
     def to_dict(self) -> dict[str, Any]:
-        return {"quant_method": "apex", "version": self.version}
+        return {**self.saved, "quant_method": "apex"}
 
 
 @register_quantizer("apex")
@@ -85,11 +98,14 @@ class ApexQuantizer(HfQuantizer):
             )
         for index, (name, module) in enumerate(modules.items()):
             model.set_submodule(name, ApexExperts(module, index))
+        guard = re.escape(guard_name(layers[0].module))
+        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), guard}
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         for module in model.modules():
             if isinstance(module, ApexExperts):
                 module.engine = self._engine
+        model.requires_grad_(False)
         model.apex = self._engine
         _watch(model, self._engine)
         return model
@@ -103,14 +119,21 @@ class ApexQuantizer(HfQuantizer):
 
 
 def _watch(model: PreTrainedModel, engine: Engine) -> None:
-    """Tell the engine of each forward pass: a pass without past begins a sequence."""
+    """Tell the engine of each forward pass.
+
+    A pass without past begins a sequence (so does every pass of a generation without cache). A pass of one token on a past is
+    decoding, every other is prefill, the checks of assisted decoding included.
+    """
     signature = inspect.signature(model.forward)
     passes: dict[int, tuple[str, int, float]] = {}  # thread -> its pass under way
 
     def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = {**kwargs, **signature.bind_partial(*args).arguments}
         ids = given.get("input_ids")
-        batch, length = (ids if ids is not None else given["inputs_embeds"]).shape[:2]
+        tokens = ids if ids is not None else given.get("inputs_embeds")
+        if tokens is None:
+            return  # the model says what is missing
+        batch, length = tokens.shape[:2]
         # By type: the argument has been called `past_key_values` and `cache` by different versions of transformers.
         past = next((value for value in given.values() if isinstance(value, Cache)), None)
         new = past is None or past.get_seq_length() == 0

@@ -36,7 +36,7 @@ def make_plan(config: Config, manifest: Manifest) -> Plan:
     if budget < least:
         raise ApexError(
             f"memory {config.memory} is {budget:,} bytes, but one slot for each twin takes {least:,}: "
-            f"give at least {least} (that runs, slowly)"
+            f"give at least {least} (that runs, slowly), or a share such as 25%"
         )
     low = 0
     if Precision.LOW in used:
@@ -49,16 +49,20 @@ def make_plan(config: Config, manifest: Manifest) -> Plan:
 
 
 def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None:
-    """Bytes of the KV cache of one sequence of `tokens` in the plain layout, an upper bound where layers slide or share; None
-    where the config does not say."""
-    text = config.get_text_config()
-    layers = getattr(text, "num_hidden_layers", None)
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
-    if not layers or not heads:
+    """Bytes of the KV cache of one sequence of `tokens`, an upper bound where attention slides; None where the config does not
+    say, as for layers with a recurrent state."""
+    try:
+        text = config.get_text_config()
+        kinds = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+        if kinds - {"full_attention", "sliding_attention", "chunked_attention", "attention"}:
+            return None
+        if getattr(
+            text, "kv_lora_rank", None
+        ):  # multi-head latent attention: the latent and the shared rotary key are cached
+            width = text.kv_lora_rank + text.qk_rope_head_dim
+        else:
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        return int(text.num_hidden_layers * width * tokens * itemsize)
+    except Exception:  # families whose layers differ raise errors of their own for attributes without one value
         return None
-    if getattr(text, "kv_lora_rank", None):  # multi-head latent attention: transformers caches the expanded heads
-        key = (getattr(text, "qk_nope_head_dim", 0) or 0) + (getattr(text, "qk_rope_head_dim", 0) or 0)
-        value = getattr(text, "v_head_dim", 0) or 0
-    else:
-        key = value = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(layers * heads * (key + value) * tokens * itemsize)

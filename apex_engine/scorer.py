@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from apex_engine.vocabulary import Precision
 
 
-def scores(weights: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Cumulative score of each chosen expert, in the order given: gate weights `[T, K]` -> `[T, K]`, in [0, 1)."""
-    magnitude = np.abs(weights)
+def scores(weights: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Cumulative score of each chosen expert, in the order given: gate weights `[T, K]` -> `[T, K]`, in [0, 1]."""
+    magnitude = np.abs(weights.astype(np.float64))
     order = np.argsort(-magnitude, axis=1, kind="stable")
-    ranked = np.take_along_axis(magnitude, order, axis=1)
-    total = np.maximum(ranked.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    before = np.zeros_like(ranked)
-    np.cumsum(ranked[:, :-1] / total, axis=1, out=before[:, 1:])
+    sums = np.cumsum(np.take_along_axis(magnitude, order, axis=1), axis=1)
+    before = np.zeros_like(sums)
+    # The total is the last of the same sums, so that no score passes 1 by rounding.
+    before[:, 1:] = sums[:, :-1] / np.maximum(sums[:, -1:], np.finfo(np.float64).tiny)
     result = np.empty_like(before)
     np.put_along_axis(result, order, before, axis=1)
     return result
@@ -36,6 +36,6 @@ def wanted(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.int
     """
     s = scores(weights)
     result = np.full(s.shape, Precision.HIGH, np.int8)
-    result[s > np.float32(t1)] = Precision.LOW
-    result[s > np.float32(t2)] = Precision.SKIP
+    result[s > t1] = Precision.LOW
+    result[s > t2] = Precision.SKIP
     return result

@@ -6,6 +6,7 @@ the experts, and make every measured load look free. Each blob's checksum is com
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 import zlib
@@ -16,6 +17,8 @@ from torch import Tensor
 from apex_engine.kernels.layout import Layout
 from apex_engine.quantize.checkpoint import LayerEntry, Manifest, data_offset
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
 class ExpertStore:
@@ -48,15 +51,19 @@ class ExpertStore:
         """
         fd, offset, name = self._files[expert.layer, precision]
         buffer = blob.numpy().data
-        position, done = offset + expert.expert * len(buffer), 0
+        position = offset + expert.expert * len(buffer)
         try:
-            while done < len(buffer):
-                got = os.preadv(fd, [buffer[done:]], position + done)
-                if not got:
-                    raise self._error(expert, precision, name, f"the file ends after {done:,} of {len(buffer):,} bytes")
-                done += got
+            try:
+                done = _read(fd, buffer, position)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self._stop_direct()  # some file systems accept O_DIRECT and then refuse the reads
+                done = _read(self._files[expert.layer, precision][0], buffer, position)
         except OSError as error:
             raise self._error(expert, precision, name, os.strerror(error.errno or 0)) from None
+        if done < len(buffer):
+            raise self._error(expert, precision, name, f"the file ends after {done:,} of {len(buffer):,} bytes")
         self._verify(expert, precision, name, buffer)
         return done
 
@@ -64,14 +71,20 @@ class ExpertStore:
         name = layer.high if precision is Precision.HIGH else layer.low
         path = self._folder / name
         offset = data_offset(path, self.layout(precision), self._manifest.experts)
-        flags = os.O_RDONLY | os.O_CLOEXEC
         try:
-            fd = os.open(path, flags | getattr(os, "O_DIRECT", 0))
+            fd = os.open(path, FLAGS | getattr(os, "O_DIRECT", 0))
             self.direct = self.direct and hasattr(os, "O_DIRECT")
         except OSError:  # tmpfs and some network file systems
-            fd = os.open(path, flags)
+            fd = os.open(path, FLAGS)
             self.direct = False
         self._files[index, precision] = fd, offset, name
+
+    def _stop_direct(self) -> None:
+        self.direct = False
+        for fd, _, name in self._files.values():
+            plain = os.open(self._folder / name, FLAGS)
+            os.dup2(plain, fd)  # under the number everyone has
+            os.close(plain)
 
     def _verify(self, expert: ExpertId, precision: Precision, name: str, buffer: memoryview) -> None:
         if (expert, precision) in self._verified:
@@ -86,6 +99,14 @@ class ExpertStore:
             f"layer {layer.number} ({layer.module}), expert {expert.expert}, {precision.name} twin cannot be read from "
             f"{self._folder / name}: {what}. Copy the checkpoint again, or quantize again"
         )
+
+
+def _read(fd: int, buffer: memoryview, position: int) -> int:
+    """Bytes read: fewer than asked for only where the file ends."""
+    done = 0
+    while done < len(buffer) and (got := os.preadv(fd, [buffer[done:]], position + done)):
+        done += got
+    return done
 
 
 def _close(files: dict[tuple[int, Precision], tuple[int, int, str]]) -> None:

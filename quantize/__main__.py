@@ -11,8 +11,8 @@ from rich.table import Table
 from apex_engine.command import console, human, run, say
 from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.packing import GROUP_SIZES
-from apex_engine.quantize.checkpoint import Manifest
-from apex_engine.quantize.convert import HIGH_FORMATS, Options, convert
+from apex_engine.quantize.checkpoint import Manifest, verify
+from apex_engine.quantize.convert import HIGH_FORMATS, JOURNAL, Options, convert
 from apex_engine.quantize.methods import METHODS
 from apex_engine.quantize.source import ALIASES, Source, resolve
 
@@ -22,12 +22,23 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m apex_engine.quantize",
         description="Write an apex checkpoint: the model's dense part as it is, and two twins of every routed expert, HIGH "
-        "(16-bit or INT8) and LOW (INT2). One pass over the source, about one expert in memory; a run that was cut short goes on "
-        "where it stopped.",
+        "(16-bit or INT8) and LOW (INT2). One pass over the source, never more than about a layer in memory; a run that was "
+        "cut short goes on where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("source", help=f"a model's directory, a hub id (owner/name), or one of: {', '.join(ALIASES)}")
-    p.add_argument("-o", "--output", type=Path, help="folder to write (default: ./checkpoints/NAME-apex)")
+    p.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="folder to write (default: ./checkpoints/NAME-apex)",
+    )
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="instead: SOURCE is an apex checkpoint; read it all and compare its checksums",
+    )
     p.add_argument(
         "--high",
         choices=HIGH_FORMATS,
@@ -54,14 +65,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
+    if args.verify:
+        verify(Path(args.source), lambda name: say(f"reading {name}"))
+        say(f"{args.source} is as it was written")
+        return
     options = Options(args.high, args.low_method, args.low_down, args.group_size)
-    folder = args.output or Path("checkpoints") / f"{Path(args.source).name}-apex"
-    quantize(args.source, folder, options)
+    name = Path(args.source).resolve().name
+    quantize(args.source, getattr(args, "output", Path("checkpoints") / f"{name}-apex"), options)
 
 
 def quantize(name: str, folder: Path, options: Options) -> Manifest:
     """`convert` with a progress bar and the table at the end, on stderr."""
     source = Source(resolve(name))
+    if (folder / JOURNAL).is_file():
+        say(f"going on with the unfinished conversion in {folder}")
     total = sum(layer.experts for layer in source.layers)
     columns = [
         TextColumn("quantizing experts"),
@@ -81,10 +98,11 @@ def quantize(name: str, folder: Path, options: Options) -> Manifest:
     try:
         manifest, done = convert(name, source, folder, options, advance)
     except KeyboardInterrupt:
-        say("finished files are kept: run again, it goes on where it stopped")
+        say("what is finished is kept: run the same command again, it goes on where it stopped")
         raise
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()
     if done:
         for note in source.notes:
             say(f"note: {note}")

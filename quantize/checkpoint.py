@@ -16,7 +16,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,6 +96,8 @@ class Manifest:
             )
         try:
             content = json.loads(path.read_text())
+            if not isinstance(content["experts"], int):
+                raise TypeError("experts")
             if content["version"] != FORMAT_VERSION:
                 raise ApexError(
                     f"{path} has format version {content['version']}, this is version {FORMAT_VERSION}: quantize again"
@@ -115,18 +117,39 @@ class Manifest:
                     for name, entry in content["files"].items()
                 },
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ApexError(f"{path} is damaged ({error!r}): quantize again") from None
         manifest._check_files(folder)
         return manifest
 
     def _check_files(self, folder: Path) -> None:
         for name, entry in self.files.items():
+            if not name.endswith(".safetensors"):
+                continue  # a model card may be edited
             path = folder / name
             found = path.stat().st_size if path.is_file() else None
             if found != entry.nbytes:
                 what = "is missing" if found is None else f"has {found:,} bytes instead of {entry.nbytes:,}"
                 raise ApexError(f"{path} {what}: copy it again, or delete {folder} and quantize again")
+
+
+def guard_name(module: str) -> str:
+    """Name of a tensor in the dense part that makes transformers refuse the checkpoint where apex_engine is not imported.
+
+    Without it, an unknown quantization method is ignored there with a warning, and the experts are random. It stands under
+    the name of an expert parameter of the first MoE layer, in a shape that does not fit.
+    """
+    return f"{module}.down_proj"
+
+
+def verify(folder: Path, progress: Callable[[str], None]) -> None:
+    """Read every file of a finished checkpoint and compare its sha256. Raises ApexError naming the first that differs."""
+    for name, entry in Manifest.read(folder).files.items():
+        progress(name)
+        if not (folder / name).is_file() or sha256_of(folder / name) != entry.sha256:
+            raise ApexError(
+                f"{folder / name} is not as it was written: copy it again, or delete {folder} and quantize again"
+            )
 
 
 def expert_file_name(number: int, form: str) -> str:
@@ -186,9 +209,13 @@ def _header(layout: Layout, experts: int) -> bytes:
 def data_offset(path: Path, layout: Layout, experts: int) -> int:
     """Byte at which the first blob of an expert file starts. Raises ApexError where its header is not the expected one."""
     expected = _header(layout, experts)
-    with path.open("rb") as file:
-        if file.read(len(expected)) != expected:
-            raise ApexError(f"{path} is no expert file of this checkpoint: copy it again, or quantize again")
+    try:
+        with path.open("rb") as file:
+            found = file.read(len(expected))
+    except OSError as error:
+        raise ApexError(f"{path} cannot be read ({error.strerror}): copy it again, or mend its permissions") from None
+    if found != expected:
+        raise ApexError(f"{path} is no expert file of this checkpoint: copy it again, or quantize again")
     return len(expected)
 
 

@@ -37,6 +37,7 @@ from apex_engine.quantize.checkpoint import (
     expert_file,
     expert_file_bytes,
     expert_file_name,
+    guard_name,
     sha256_of,
 )
 from apex_engine.quantize.methods import METHODS, encode
@@ -45,7 +46,8 @@ from apex_engine.vocabulary import ApexError
 
 JOURNAL = "apex-journal.jsonl"
 DENSE_SHARD = 1 << 30  # bytes of a dense file, unless one tensor is larger
-COPIED = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".md"}  # suffixes of the source's files copied whole
+# The source's files that are copied whole; its model card is not, since it is not the card of this checkpoint
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "LICENSE*", "NOTICE*", "*/*.jinja")
 HIGH_FORMATS = ("16bit", "bfloat16", "float16", "int8")
 Progress = Callable[[int], None]  # called with the number of experts just finished
 
@@ -99,15 +101,10 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
     """
     high, low = options.layouts(source)
     identity = {"version": FORMAT_VERSION, "fingerprint": source.fingerprint, "options": asdict(options)}
-    if (folder / MANIFEST).is_file():
-        finished = Manifest.read(folder)
-        _refuse_mix(
-            folder,
-            identity,
-            {"version": FORMAT_VERSION, "fingerprint": finished.fingerprint, "options": finished.options},
-        )
+    if finished := _finished(folder, identity):
+        (folder / JOURNAL).unlink(missing_ok=True)  # a run was killed at its very end
         return finished, False
-    with _Journal(folder, identity) as journal, _disk_errors(folder):
+    with _disk_errors(folder), _Journal(folder, identity) as journal:
         plan = _dense_plan(source)
         _check_space(source, folder, high, low, plan, journal)
         for layer in source.layers:
@@ -116,10 +113,12 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
             else:
                 files, errors = _write_layer(source, layer, folder, high, low, options, progress)
                 journal.add(files, layer.number, errors)
+        last = list(plan.values())[-1]
         for dense_name, tensors in plan.items():
             if not journal.has((dense_name,)):
-                journal.add({dense_name: _write_dense(source, folder / dense_name, tensors)})
-        others = _copy_rest(source, folder, plan)
+                guard = guard_name(source.layers[0].module) if tensors is last else None
+                journal.add({dense_name: _write_dense(source, folder / dense_name, tensors, guard)})
+        others = _copy_rest(name, source, folder, plan, high, low)
         manifest = Manifest(
             source=name,
             fingerprint=source.fingerprint,
@@ -137,6 +136,16 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
         manifest.write(folder)
         journal.remove()
     return manifest, True
+
+
+def _finished(folder: Path, identity: dict[str, Any]) -> Manifest | None:
+    """The manifest of a checkpoint that is complete already; ApexError where it is that of other twins."""
+    if not (folder / MANIFEST).is_file():
+        return None
+    manifest = Manifest.read(folder)
+    found = {"version": FORMAT_VERSION, "fingerprint": manifest.fingerprint, "options": manifest.options}
+    _refuse_mix(folder, identity, found)
+    return manifest
 
 
 def _file_names(layer: MoeLayer, high: Layout, low: Layout) -> tuple[str, str]:
@@ -230,30 +239,53 @@ def _dense_plan(source: Source) -> dict[str, list[str]]:
     return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _write_dense(source: Source, path: Path, names: list[str]) -> FileEntry:
+def _write_dense(source: Source, path: Path, names: list[str], guard: str | None) -> FileEntry:
+    tensors = {name: source.read(name) for name in names}
+    if guard:
+        tensors[guard] = torch.zeros(1, dtype=torch.bfloat16)
     with atomic_path(path) as part:
-        save_file({name: source.read(name) for name in names}, part, metadata={"format": "pt"})
+        save_file(tensors, part, metadata={"format": "pt"})
     return FileEntry(path.stat().st_size, sha256_of(path))
 
 
-def _copy_rest(source: Source, folder: Path, plan: dict[str, list[str]]) -> dict[str, FileEntry]:
-    """config.json with the quantization entry, the dense index, and the source's tokenizer, template and other small files."""
+def _copy_rest(
+    name: str, source: Source, folder: Path, plan: dict[str, list[str]], high: Layout, low: Layout
+) -> dict[str, FileEntry]:
+    """config.json with the quantization entry, a card, the dense index; the source's tokenizer, template and licence files."""
     written: dict[str, bytes] = {}
-    for path in sorted(source.folder.iterdir()):
-        if path.is_file() and path.suffix in COPIED and not path.name.endswith(".index.json"):
-            written[path.name] = path.read_bytes()
-    entry = {"quant_method": "apex", "version": FORMAT_VERSION}
+    for path in sorted({path for pattern in COPIED for path in source.folder.glob(pattern)}):
+        if path.is_file() and not path.name.endswith(".index.json"):
+            written[str(path.relative_to(source.folder))] = path.read_bytes()
+    entry = {
+        "quant_method": "apex",
+        "version": FORMAT_VERSION,
+        "high": high.up.name,
+        "low": {matrix: low.format(matrix).name for matrix in MATRICES},
+        "group_size": low.up.group,
+    }
     config = {**source.config_json, "quantization_config": entry}
     written["config.json"] = json.dumps(config, indent=2).encode()
+    written["README.md"] = CARD.format(name=name, high=high.up.name, up=low.up.name, down=low.down.name).encode()
     if len(plan) > 1:
+        weight_map = {tensor: file for file, tensors in plan.items() for tensor in tensors}
+        weight_map[guard_name(source.layers[0].module)] = list(plan)[-1]
         total = sum(source.tensors[key].nbytes for key in source.dense)
-        weight_map = {tensor: name for name, tensors in plan.items() for tensor in tensors}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         written["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
-    for name, content in written.items():
-        with atomic_path(folder / name) as part:
+    for file, content in written.items():
+        with atomic_path(folder / file) as part:
             part.write_bytes(content)
-    return {name: FileEntry(len(content), sha256(content).hexdigest()) for name, content in written.items()}
+    return {file: FileEntry(len(content), sha256(content).hexdigest()) for file, content in written.items()}
+
+
+CARD = """# apex checkpoint of {name}
+
+Two twins of every routed expert: HIGH ({high}) and LOW (up {up}, down {down}); everything else as in the source. `apex.json` has
+the options, the errors and a checksum of every file. It is read by apex-engine only:
+
+    import apex_engine
+    model = apex_engine.load("this folder")
+"""
 
 
 def _check_space(
@@ -273,7 +305,17 @@ def _check_space(
         )
 
 
-_DISK_TROUBLE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS}
+# a full disk, a quota, a file-size limit, and places that cannot be written
+_DISK_TROUBLE = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOTDIR,
+    errno.ENOENT,
+}
 
 
 @contextmanager
@@ -288,7 +330,8 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         if error.errno not in _DISK_TROUBLE:
             raise
         raise ApexError(
-            f"writing to {folder} failed ({os.strerror(error.errno)}): mend that and run again, it goes on where it stopped"
+            f"writing to {folder} failed ({os.strerror(error.errno)}): mend that, or choose another directory; "
+            "a run goes on where it stopped"
         ) from None
 
 
@@ -316,22 +359,36 @@ class _Journal:
             raise ApexError(f"{self._folder} is a file: name a directory to write to")
         if self._folder.is_dir() and any(self._folder.iterdir()) and not self._path.is_file():
             raise ApexError(f"{self._folder} is not empty and holds no unfinished conversion: choose another directory")
-        with _disk_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a+")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("a+")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ApexError(
-                f"another run is writing to {self._folder}: wait for it, or choose another directory"
-            ) from None
-        for part in self._folder.rglob(f"*{PART}"):  # left by a run that was killed
-            part.unlink()
-        self._replay()
+            self._lock()
+            for part in self._folder.rglob(f"*{PART}"):  # left by a run that was killed
+                part.unlink()
+            self._replay()
+        except BaseException:
+            self._file.close()
+            raise
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind and [path for path in self._folder.rglob("*") if path.is_file()] == [self._path]:
+            self._path.unlink()  # nothing was achieved: leave the place to other options
+            for folder in (self._folder / "experts", self._folder):
+                if folder.is_dir():
+                    folder.rmdir()
         self._file.close()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            ended = (
+                os.fstat(self._file.fileno()).st_nlink == 0
+            )  # the run that had it ended between our open and our lock
+        except OSError:
+            ended = True
+        if ended:
+            raise ApexError(f"another run is writing to {self._folder}: wait for it, or choose another directory")
 
     def _replay(self) -> None:
         self._file.seek(0)
@@ -376,4 +433,4 @@ class _Journal:
         os.fsync(self._file.fileno())
 
     def remove(self) -> None:
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)

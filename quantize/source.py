@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -66,17 +67,23 @@ def layer_number(module: str) -> int:
 
 def resolve(source: str) -> Path:
     """The local directory of an alias, a directory or a hub id (downloaded). Raises ApexError."""
-    name = ALIASES.get(source, source)
-    path = Path(name).expanduser()
+    path = Path(source).expanduser()
     if path.is_dir():
+        if source in ALIASES:
+            raise ApexError(f"{source} is a directory here and an alias too: write ./{source} or {ALIASES[source]}")
         return path
-    if source == "tiny":
-        raise ApexError("the bundled model comes with a checkout of the repository only: name another model")
     if path.exists():
         raise ApexError(f"{source} is a file: name the directory that holds config.json and the *.safetensors")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    name = ALIASES.get(source, source)
+    if source == "tiny":
+        if not Path(name).is_dir():
+            raise ApexError("the bundled model comes with a checkout of the repository only: name another model")
+        return Path(name)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        near = get_close_matches(source, ALIASES, n=1)
+        hint = f"did you mean {near[0]}?" if near else "check the path."
         raise ApexError(
-            f"{source} is no directory, no hub id (owner/name) and none of the aliases {', '.join(ALIASES)}: check the path"
+            f"{source} is no directory, no hub id (owner/name) and no alias: {hint} Aliases are {', '.join(ALIASES)}"
         )
     return _download(source, name)
 
@@ -92,10 +99,10 @@ def _download(source: str, repo: str) -> Path:
         )
     except HfHubHTTPError as error:
         raise ApexError(f"the hub refused {repo}: {str(error).splitlines()[0]}") from None
-    except Exception as error:  # the client's network errors share no base class
+    except Exception:  # the client's network errors share no base class
         at = "" if source == repo else f" (alias of {repo})"
         raise ApexError(
-            f"{source}{at} is no local directory, and the hub could not be reached ({type(error).__name__}): "
+            f"{source}{at} is no local directory, and the hub could not be reached: "
             "go online, or download it elsewhere and give its directory"
         ) from None
 
@@ -162,8 +169,8 @@ class Source:
         modules = find_experts(self._model)
         if not modules:
             raise ApexError(
-                f"{folder} ({self.config.model_type}) has no routed experts: apex-engine is for Mixture-of-Experts models, "
-                "a dense model gains nothing from it"
+                f"{folder} ({self.config.model_type}) has no experts behind transformers' experts interface: apex-engine is for "
+                "Mixture-of-Experts models built on it; a dense model gains nothing from it"
             )
         self.layers = self._layers(modules, self._sort_tensors(modules))
 
@@ -353,7 +360,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], PretrainedConfig]:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # anything may be in there
         raise ApexError(f"{path} is not a model config transformers can read: {str(error).splitlines()[0]}") from None
-    method = content.get("quantization_config", {}).get("quant_method")
+    method = (content.get("quantization_config") or {}).get("quant_method")
     if method == "apex":
         raise ApexError(f"{folder} is an apex checkpoint already: give the original model")
     if method not in (None, "mxfp4"):
@@ -366,7 +373,7 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], PretrainedConfig]:
 
 def _dequantizer(config_json: dict[str, Any]) -> Any:
     """transformers' loader of an MXFP4 checkpoint (gpt-oss has no other original), which yields exact bfloat16; else None."""
-    if "quantization_config" not in config_json:
+    if not config_json.get("quantization_config"):
         return None
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -380,24 +387,27 @@ def _meta_model(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except ValueError as error:
+    except Exception as error:  # whatever a family makes of a strange config
         raise ApexError(
-            f"{folder} is no causal language model transformers knows: {str(error).splitlines()[0]}"
+            f"{folder} is no causal language model transformers can build ({type(error).__name__}: {str(error).splitlines()[0]})"
         ) from None
 
 
 def _read_shards(folder: Path) -> dict[str, TensorRef]:
     index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"  # takes precedence over an index, as in transformers
     listed: dict[str, str] = {}
-    if index.is_file():
+    if index.is_file() and not single.is_file():
         try:
             listed = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError):
+            shards = sorted({folder / name for name in listed.values()})
+            if not shards:
+                raise ValueError
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ApexError(f"{index} is damaged: download it again") from None
-        shards = sorted({folder / name for name in listed.values()})
     else:
-        shards = [folder / "model.safetensors"]
-    if not shards[0].is_file() and not index.is_file():
+        shards = [single]
+    if not shards[0].is_file() and not listed:
         pickles = sorted(p.name for p in folder.glob("*.bin"))
         if pickles:
             raise ApexError(

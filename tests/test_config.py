@@ -15,6 +15,8 @@ from apex_engine.vocabulary import ApexError
         ("25%", 250),
         ("12.5%", 125),
         ("6gib", 6 << 30),
+        ("6G", 6 << 30),
+        ("1TiB", 1 << 40),
     ],
 )
 def test_memory(text, expected):

@@ -1,6 +1,7 @@
 """The engine against transformers, and its promises: exact, deterministic, within the budget, and a ledger that adds up."""
 
 import gc
+import inspect
 import itertools
 import os
 import shutil
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import quantize
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_seed
+from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.cache import ExpertCache
@@ -107,6 +109,16 @@ class TestExact:
         assert sum(isinstance(module, ApexExperts) for module in model.modules()) == 2
         assert not [name for name, _ in model.named_parameters() if "experts" in name]
         assert torch.isfinite(model(some_ids()).logits).all()
+        assert model.apex.stats()["resident"].keys() == {"bytes", "high", "low"}
+
+    def test_loading_says_nothing_of_the_guard(self, tiny, caplog):
+        transformers_logging.set_verbosity_warning()
+        try:
+            with caplog.at_level("WARNING"):
+                AutoModelForCausalLM.from_pretrained(tiny()[1])
+        finally:
+            transformers_logging.set_verbosity_error()
+        assert "experts" not in caplog.text
 
     def test_no_token_at_all(self, tiny):
         model = apex_engine.load(tiny()[1], memory="100%")
@@ -130,8 +142,41 @@ class TestExact:
 
     def test_training_is_refused_rather_than_wrong(self, tiny, tmp_path):
         model = apex_engine.load(tiny()[1])
+        assert not model(some_ids()).logits.requires_grad
+        model.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+        with pytest.raises(ApexError, match="cannot be trained"):
+            model(some_ids())
+        with torch.no_grad():
+            model(some_ids())
         with pytest.raises(ValueError, match="not serializable"):
             model.save_pretrained(tmp_path)
+
+    @pytest.mark.parametrize(
+        "how", ["beams", "no cache", "embeddings", "chunked prefill", "prompt lookup", "own cache"]
+    )
+    def test_other_ways_to_generate(self, tiny, how):
+        source, apex = tiny("qwen3_moe")
+        model = apex_engine.load(apex, dtype=torch.float32, mode="exact", memory="40%")
+        ids = some_ids(1, 12)
+        ways = {
+            "beams": {"num_beams": 3, "num_return_sequences": 2},
+            "no cache": {"use_cache": False},
+            "chunked prefill": {"prefill_chunk_size": 5},
+            "prompt lookup": {"prompt_lookup_num_tokens": 3},
+        }
+        results = []
+        for each in (model, reference_of(source)):
+            given = dict(ways.get(how, {}))
+            if how == "embeddings":
+                results.append(
+                    each.generate(inputs_embeds=each.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False)
+                )
+                continue
+            if how == "own cache":
+                name = "cache" if "cache" in inspect.signature(each.forward).parameters else "past_key_values"
+                given[name] = DynamicCache(config=each.config)
+            results.append(greedy(each, ids, **given))
+        assert torch.equal(*results)
 
 
 class TestDeterministic:
@@ -392,6 +437,9 @@ class TestTrouble:
             thread.join(60)
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
         model.apex._cache.check_integrity()
+        stats = model.apex.stats()
+        assert stats["sequences"] == 6 and stats["tokens"] == {"prefill": 6 * 12, "decode": 6 * 9}
+        assert stats["calls"]["total"] == 6 * (12 + 9) * 8 * 2
 
     def test_close(self, tiny):
         model = apex_engine.load(tiny()[1])
@@ -399,6 +447,18 @@ class TestTrouble:
         before = len(os.listdir("/proc/self/fd"))
         model.apex.close()
         assert len(os.listdir("/proc/self/fd")) == before - 4
+        with pytest.raises(ApexError, match="was closed"):
+            model(some_ids())
+
+    def test_damaged_config(self, tiny, tmp_path):
+        shutil.copytree(tiny()[1], tmp_path / "apex")
+        (tmp_path / "apex" / "config.json").write_text("{")
+        with pytest.raises(ApexError, match=r"config.json cannot be read"):
+            apex_engine.load(tmp_path / "apex")
+
+    def test_without_input_the_model_says_so(self, tiny):
+        with pytest.raises(ValueError, match="input_ids"):
+            apex_engine.load(tiny()[1])()
 
 
 def test_a_model_that_is_dropped_closes_its_files(tiny):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import apex_engine
 from apex_engine import generate
 from apex_engine.command import human, run
 from apex_engine.quantize import __main__ as quantize_command
@@ -64,7 +65,7 @@ class TestGenerate:
         (tmp_path / "prompt.txt").write_text("Thus saith the LORD")
         runs = [
             write("--file", tmp_path / "prompt.txt", "-n", 4, "--stats", "none"),
-            write("-", "-n", 4, "--stats", "none", stdin="Thus saith the LORD"),
+            write("-", "-n", 4, "--stats", "none", stdin="Thus saith the LORD\n"),
             write("-n", 4, "--stats", "none", stdin="Thus saith the LORD"),
             write("Thus saith the LORD", "-n", 4, "--stats", "none"),
         ]
@@ -96,6 +97,7 @@ class TestGenerate:
         assert code == 0 and out.startswith(generate.DEMO_PROMPT)
         assert "quantizing the bundled model" in err
         assert "quantizing" not in command(generate.main, "-n", 3)[2]
+        assert command(generate.main, "tiny", "hello", "-n", 3)[1].startswith("hello")
 
     @pytest.mark.parametrize(
         ("args", "message"),
@@ -112,6 +114,11 @@ class TestGenerate:
             (("--file", "/nowhere"), "/nowhere"),
             (("",), "no prompt"),
             (("hello", "--device", "teapot"), "unknown device teapot"),
+            (("hello", "--device", "meta"), "unknown device meta"),
+            (("hello", "--device", "cuda:99"), "CUDA devices here"),
+            (("hello", "--seed", "-1"), "--seed -1 is out of range"),
+            (("hello", "--memory", "9" * 400 + "GiB"), "not understood"),
+            (("hell\udcff",), "the prompt cannot be read"),
         ],
     )
     def test_mistakes_are_one_line_and_exit_2(self, write, args, message):
@@ -120,17 +127,36 @@ class TestGenerate:
         (line,) = err.strip().splitlines()
         assert line.startswith("error: ") and message in line
 
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-    def test_no_cuda(self, write):
-        assert "torch sees no CUDA device" in write("hello", "--device", "cuda")[2]
-
     def test_not_a_directory(self, command, tmp_path):
         code, _, err = command(generate.main, tmp_path / "nothing", "hello")
-        assert code == 2 and "is no directory" in err and "apex_engine.quantize" in err
+        assert code == 2 and "is no directory: the first argument is the folder" in err
+        assert "make it with `python -m apex_engine.quantize olmoe`" in command(generate.main, "olmoe", "hello")[2]
 
     def test_the_source_model_instead_of_the_apex_checkpoint(self, command, bundled):
         code, _, err = command(generate.main, bundled, "hello")
-        assert code == 2 and "not a finished apex checkpoint" in err
+        assert code == 2 and "an ordinary model" in err and "then give checkpoints/tiny-mixtral-apex" in err
+
+    def test_all_that_fits_is_said(self, write):
+        assert "--mode exact needs no more and alters nothing" in write("hello", "-n", "1", "--memory", "100%")[2]
+        assert "alters nothing" not in write("hello", "-n", "1", "--memory", "50%")[2]
+
+    def test_the_plan_counts_dense_weights_in_the_dtype_of_the_computation(self, write):
+        assert "dense weights │   6.4 MiB" in write("hello", "-n", "1", "--dtype", "float32")[2]
+        assert "dense weights │   3.2 MiB" in write("hello", "-n", "1")[2]
+
+    def test_ctrl_c_ends_with_the_ledger_so_far(self, write, monkeypatch):
+        left = [3]
+        end = apex_engine.Engine.end_pass
+
+        def interrupted(self, *args):
+            end(self, *args)
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(apex_engine.Engine, "end_pass", interrupted)
+        code, out, err = write("hello", "-n", "50")
+        assert code == 130 and out.endswith("\n") and "decode: 2 tokens" in err and err.endswith("stopped\n")
 
     def test_no_tokenizer(self, command, tiny):
         code, _, err = command(generate.main, tiny()[1], "hello")
@@ -199,7 +225,7 @@ class TestQuantize:
 
         monkeypatch.setitem(quantize_command.convert.__globals__, "encode", interrupted)
         code, _, err = command(quantize_command.main, source, "-o", tmp_path / "apex")
-        assert code == 130 and "run again" in err and "Traceback" not in err
+        assert code == 130 and "run the same command again" in err and "Traceback" not in err
         assert not list((tmp_path / "apex").rglob("*.part"))
         monkeypatch.undo()
         quantize_command.quantize(str(source), tmp_path / "apex", quantize_command.Options())

@@ -1,14 +1,17 @@
 import re
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from apex_engine.config import Config
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.plan import make_plan
+from apex_engine.plan import kv_bytes, make_plan
 from apex_engine.quantize.checkpoint import LayerEntry, Manifest
 from apex_engine.vocabulary import ApexError, Precision
+from models import FAMILIES
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 
@@ -70,6 +73,23 @@ def test_all_low_twins_resident_can_be_asked_for():
     manifest = a_manifest(4, 8)
     plan = make_plan(Config(memory="50%", low_share=1.0), manifest)
     assert plan.slots[LOW] == 32 and plan.slots[HIGH] > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kv_bytes_are_those_of_a_real_cache(tiny, family):
+    model = AutoModelForCausalLM.from_pretrained(tiny(family)[0], dtype=torch.float32)
+    cache = model(torch.randint(2, 128, (1, 12)), use_cache=True).past_key_values
+    real = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
+    assert kv_bytes(model.config, 12, 4) == real
+
+
+def test_kv_bytes_of_a_family_with_recurrent_layers_are_unknown():
+    assert (
+        kv_bytes(
+            AutoConfig.for_model("granitemoehybrid", layer_types=["mamba", "attention"], num_hidden_layers=2), 9, 2
+        )
+        is None
+    )
 
 
 def test_more_than_everything_is_everything():

@@ -55,6 +55,13 @@ def test_each_token_is_scored_alone_and_in_any_order(gates, random):
         assert wanted(gates[:1, columns], 0.6, 0.9).tolist() == [found[0, columns].tolist()]
 
 
+@given(GATES)
+def test_a_threshold_of_one_is_the_limit(gates):
+    """Nothing is skipped at t2 = 1, and nothing is LOW at t1 = 1, whatever the rounding of the sums."""
+    assert (wanted(gates, -1.0, 1.0) == Precision.LOW).all()
+    assert (wanted(gates, 1.0, 1.0) == Precision.HIGH).all()
+
+
 def test_extremes():
     gates = np.array([[0.7, 0.2, 0.1]], np.float32)
     assert (wanted(gates, 1.0, 1.0) == Precision.HIGH).all()

@@ -178,7 +178,7 @@ class TestRefusals:
             "llama", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
         )
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "dense")
-        refused(tmp_path / "dense", "no routed experts", "Mixture-of-Experts")
+        refused(tmp_path / "dense", "no experts behind transformers' experts interface", "a dense model gains nothing")
 
     def test_no_config(self, tmp_path):
         refused(tmp_path, "no config.json")
@@ -186,6 +186,26 @@ class TestRefusals:
     def test_damaged_config(self, source):
         (source / "config.json").write_text("{")
         refused(source, "config.json is not a model config")
+
+    @pytest.mark.parametrize("weight_map", ["[]", "{}", '{"a": 1}', "3"])
+    def test_damaged_index(self, source, weight_map):
+        (source / "model.safetensors.index.json").write_text('{"weight_map": ' + weight_map + "}")
+        refused(source, "index.json is damaged")
+
+    def test_unknown_activation(self, source):
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "hidden_act": "swish2"}))
+        refused(source, "no causal language model transformers can build", "swish2")
+
+    def test_a_null_quantization_config_is_none(self, source):
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+        assert Source(source).expert_dtype == "bfloat16"
+
+    def test_a_single_file_takes_precedence_over_an_index_as_in_transformers(self, source, tmp_path):
+        single = save_model(tmp_path / "single", seed=1)
+        shutil.copy(single / "model.safetensors", source)
+        assert {ref.shard.name for ref in Source(source).tensors.values()} == {"model.safetensors"}
 
     def test_already_quantized(self, source):
         config = json.loads((source / "config.json").read_text())
@@ -224,9 +244,21 @@ class TestResolve:
         with pytest.raises(ApexError, match="is a file"):
             resolve(str(tmp_path / "x"))
 
-    def test_nothing(self):
+    @pytest.mark.parametrize("name", ["/nowhere/at/all", "./x", "../a/b", "nothing"])
+    def test_nothing(self, name):
         with pytest.raises(ApexError, match="no directory, no hub id"):
-            resolve("/nowhere/at/all")
+            resolve(name)
+
+    def test_a_slip(self):
+        with pytest.raises(ApexError, match="did you mean olmoe"):
+            resolve("olmo")
+
+    def test_a_directory_with_the_name_of_an_alias(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "mixtral").mkdir()
+        with pytest.raises(ApexError, match=r"write ./mixtral or mistralai/"):
+            resolve("mixtral")
+        assert resolve("./mixtral").is_dir()
 
     def test_no_network(self, monkeypatch):
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -101,6 +102,24 @@ def test_without_direct_io_it_reads_all_the_same_and_says_so(checkpoint, monkeyp
     assert not store.direct
     blob = a_blob(store.layout(LOW).stride)
     assert store.read(ExpertId(0, 0), LOW, blob) == len(blob)
+
+
+def test_reads_that_refuse_direct_io_fall_back(checkpoint, monkeypatch):
+    store, preadv, direct = open_store(checkpoint), os.preadv, []
+
+    def refusing(fd, buffers, position):
+        direct.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT != 0)
+        if direct[-1]:
+            raise OSError(22, "Invalid argument")
+        return preadv(fd, buffers, position)
+
+    if not store.direct:
+        pytest.skip("this file system has no O_DIRECT")
+    monkeypatch.setattr(os, "preadv", refusing)
+    blob = a_blob(store.layout(LOW).stride)
+    for expert in range(2):
+        assert store.read(ExpertId(1, expert), LOW, blob) == len(blob)
+    assert direct == [True, False, False] and not store.direct
 
 
 def make_loader(store, device="cpu"):
