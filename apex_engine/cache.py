@@ -31,7 +31,6 @@ class Pool:
         start = -raw.data_ptr() % ALIGN
         self.layout = layout
         self.memory = raw[start : start + slots * layout.stride].view(slots, layout.stride)
-        self.views = [layout.views(row) for row in self.memory]  # typed fields of every slot, made once
         self.state = [State.FREE] * slots
         self.pins = np.zeros(slots, np.int64)
         self.owner: list[ExpertId | None] = [None] * slots

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from apex_engine.kernels.pick import KERNELS
 from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError
 
@@ -28,6 +29,7 @@ class Config:
             cache come on top; the plan shows all three.
     low_share  Share of `memory` given to LOW slots.
     policy  Which resident expert makes room: "lcu" or "lru".
+    kernels "auto" takes the fastest the machine has for each twin; a name of `apex_engine.kernels.pick` forces one.
     """
 
     mode: str = "adaptive"
@@ -36,10 +38,12 @@ class Config:
     memory: int | str = "25%"
     low_share: float = 0.1
     policy: str = "lcu"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
         _choice("policy", self.policy, POLICIES)
+        _choice("kernels", self.kernels, KERNELS)
         for name in ("t1", "t2", "low_share"):
             if not isinstance(getattr(self, name), (int, float)):
                 raise ApexError(f"{name} must be a number, not {getattr(self, name)!r}")

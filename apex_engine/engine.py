@@ -11,7 +11,7 @@ import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from apex_engine.cache import ExpertCache
 from apex_engine.config import Config
 from apex_engine.dispatch import Use, dispatch
-from apex_engine.kernels.reference import Activation, expert_ffn
+from apex_engine.kernels.pick import pick
+from apex_engine.kernels.reference import Activation, Kernel, Routed
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.loader import Loader
 from apex_engine.plan import Plan, make_plan
@@ -52,6 +53,7 @@ class Engine:
         self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
         self._cache: ExpertCache | None = None  # made on the device of the first token
         self._loader: Loader | None = None
+        self._kernels: dict[Precision, Kernel] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -71,6 +73,7 @@ class Engine:
                 "dense_bytes": self.plan.dense_bytes,
             },
             "resident": {"bytes": cache.resident_bytes() if cache else 0, **resident},
+            "kernels": {p.word: kernel.name for p, kernel in self._kernels.items()},
             "reads_bypass_page_cache": self._store.direct,
             **self.ledger.summary(),
         }
@@ -104,13 +107,11 @@ class Engine:
             self.ledger.seconds[phase] += seconds
 
     @torch.no_grad()
-    def step(
-        self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activate: Activation, finish: Activation | None
-    ) -> Tensor:
+    def step(self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
         """Routed experts of one layer: `x` `[T, H]`, router's `chosen` and `weights` `[T, K]` -> `[T, H]` in the dtype of `x`.
 
-        The gate weights are applied and summed in float32, in the router's order whatever was resident. `finish` is the
-        family's norm of an expert's output, if it has one. Raises ApexError where an expert cannot be read.
+        The gate weights are applied and summed in float32, in the router's order whatever was resident. Raises ApexError where
+        an expert cannot be read.
         """
         with self._lock:
             cache, loader = self._ready(x)
@@ -123,39 +124,51 @@ class Engine:
             )
             uses = dispatch(ids, wishes, self.config.mode, lambda e, p: cache.find(ExpertId(layer, e), p) is not None)
             self._count(layer, uses, wishes, gates)
-            pairs = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
-            kernel = _Kernel(x, weights, pairs, activate, finish)
-            try:
-                self._serve(layer, [use for use in uses if use.precision is not Precision.SKIP], kernel, cache, loader)
-            finally:
-                self.ledger.compute_seconds += kernel.seconds
-            return pairs.sum(1).to(x.dtype)
+            out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
+            job = _Job(layer, x, weights.float().flatten(), activation, out)
+            self._serve(job, [use for use in uses if use.precision is not Precision.SKIP], cache, loader)
+            return out.sum(1).to(x.dtype)
 
-    def _serve(self, layer: int, uses: list[Use], kernel: _Kernel, cache: ExpertCache, loader: Loader) -> None:
+    def _serve(self, job: _Job, uses: list[Use], cache: ExpertCache, loader: Loader) -> None:
         """Compute every use: first the resident ones, then the missing, in turns when they outnumber the slots."""
         pinned: list[tuple[Precision, int]] = []  # kept for the whole step if the slots allow
+        ready: dict[Precision, list[tuple[Use, int]]] = {}
         missing = []
         try:
             for use in uses:
-                slot = cache.find(ExpertId(layer, use.expert), use.precision)
+                slot = cache.find(ExpertId(job.layer, use.expert), use.precision)
                 if slot is None:
                     missing.append(use)
                 else:
                     cache.pin(use.precision, slot)
                     pinned.append((use.precision, slot))
+                    ready.setdefault(use.precision, []).append((use, slot))
                     self.ledger.hits[use.precision] += 1
-                    kernel(use, cache, slot)
+            for precision, served in ready.items():
+                self._compute(job, precision, served)
             for use in missing:
-                expert = ExpertId(layer, use.expert)
-                slot = loader.fetch(expert, use.precision, layer)
+                expert = ExpertId(job.layer, use.expert)
+                slot = loader.fetch(expert, use.precision, job.layer)
                 if slot is None:  # every slot holds an expert this step is through with
                     _release(pinned, cache)
-                    slot = loader.fetch(expert, use.precision, layer)
+                    slot = loader.fetch(expert, use.precision, job.layer)
                 assert slot is not None, "no slot although nothing is pinned"
                 pinned.append((use.precision, slot))
-                kernel(use, cache, slot)
+                self._compute(job, use.precision, [(use, slot)])
         finally:
             _release(pinned, cache)
+
+    def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
+        start = time.perf_counter()
+        choices = job.out.shape[1]
+        tokens = np.concatenate([use.tokens for use, _ in served])
+        rows = tokens * choices + np.concatenate([use.choices for use, _ in served])
+        first = np.cumsum([0, *(len(use.tokens) for use, _ in served)])
+        slots = [slot for _, slot in served]
+        self._kernels[precision](
+            job.x, slots, Routed(first, tokens, rows), job.gates, job.activation, job.out.view(-1, job.out.shape[2])
+        )
+        self.ledger.compute_seconds += time.perf_counter() - start
 
     def _count(self, layer: int, uses: list[Use], wishes: np.ndarray, gates: np.ndarray) -> None:
         ledger = self.ledger
@@ -174,6 +187,10 @@ class Engine:
             raise ApexError("the engine of this model was closed: load the checkpoint again")
         if self._cache is None or self._loader is None:
             self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, x.device)
+            self._kernels = {
+                precision: pick(self.config.kernels, pool.layout, pool.memory)
+                for precision, pool in self._cache.pools.items()
+            }
             self._loader = Loader(self._store, self._cache, self.ledger, x.device)
         held = next(iter(self._cache.pools.values())).memory.device
         if held != x.device:
@@ -183,28 +200,14 @@ class Engine:
         return self._cache, self._loader
 
 
-class _Kernel:
-    """Computes one use at a time into `pairs`, and keeps the time."""
+class _Job(NamedTuple):
+    """One layer step: `x` `[T, H]`, `gates` float32 `[T K]`, `out` float32 `[T, K, H]`."""
 
-    def __init__(
-        self, x: Tensor, weights: Tensor, pairs: Tensor, activate: Activation, finish: Activation | None
-    ) -> None:
-        self._x, self._activate, self._finish = x, activate, finish
-        self._gates = weights.float().reshape(-1, 1)  # [T K, 1]
-        self._out = pairs.view(-1, pairs.shape[-1])  # [T K, H]
-        self._choices = pairs.shape[1]
-        self.seconds = 0.0
-
-    def __call__(self, use: Use, cache: ExpertCache, slot: int) -> None:
-        start = time.perf_counter()
-        pool = cache.pools[use.precision]
-        tokens = torch.from_numpy(use.tokens).to(self._x.device)
-        out = expert_ffn(self._x[tokens], pool.views[slot], pool.layout, self._activate)
-        if self._finish:
-            out = self._finish(out)
-        rows = torch.from_numpy(use.tokens * self._choices + use.choices).to(self._x.device)
-        self._out[rows] = out.float() * self._gates[rows]
-        self.seconds += time.perf_counter() - start
+    layer: int
+    x: Tensor
+    gates: Tensor
+    activation: Activation
+    out: Tensor
 
 
 def _release(pinned: list[tuple[Precision, int]], cache: ExpertCache) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from apex_engine.engine import Engine
+from apex_engine.kernels.reference import Activation
 from apex_engine.vocabulary import ApexError
 
 
@@ -23,8 +24,10 @@ class ApexExperts(nn.Module):
         replaced._parameters.clear()
         for name, child in replaced.named_children():
             self.add_module(name, child)
-        self._activate = replaced._apply_gate if replaced.has_gate else replaced.act_fn
-        self._finish = replaced.post_expert_norm if getattr(replaced, "has_post_expert_norm", False) else None
+        finish = replaced.post_expert_norm if getattr(replaced, "has_post_expert_norm", False) else None
+        apply = replaced._apply_gate if replaced.has_gate else replaced.act_fn
+        with torch.device("cpu"):  # a model under construction has "meta" as its default
+            self._activation = Activation.of(apply, replaced.has_gate, finish)
         self._layer = layer
         self.engine: Engine | None = None  # set once the weights are loaded
 
@@ -35,4 +38,4 @@ class ApexExperts(nn.Module):
             raise ApexError(
                 "an apex checkpoint cannot be trained: the experts have no gradients. Train the original model"
             )
-        return self.engine.step(self._layer, hidden_states, top_k_index, top_k_weights, self._activate, self._finish)
+        return self.engine.step(self._layer, hidden_states, top_k_index, top_k_weights, self._activation)

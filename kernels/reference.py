@@ -4,34 +4,125 @@
 
 16-bit twins are multiplied in the dtype of `x`, as transformers does with the same weights; quantized twins in float32.
 
-Letters: M tokens of one expert, H hidden, I intermediate.
+The CPU kernels quantize the inputs of a matrix with grouped codes to int8, one scale for each group (`round_inputs`), and then
+multiply integers. `Reference(..., round_inputs=True)` does the same to its float inputs: it is their truth, and what they
+hand large batches to, so that a token's result does not depend on how many tokens there are.
+
+Letters: T tokens of a step, M tokens of one expert, K chosen experts a token, S slots, H hidden, I intermediate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 
 from apex_engine.kernels.layout import RAW, Layout, dequantize
 
-Activation = Callable[[Tensor], Tensor]
+Views = dict[str, Tensor]  # the typed fields of one slot, from `Layout.views`
 
 
-def expert_ffn(x: Tensor, views: dict[str, Tensor], layout: Layout, activate: Activation) -> Tensor:
-    """Output `[M, H]` of one expert for its tokens `x` `[M, H]`, before the gate weight, in the dtype of `x`.
+@dataclass(frozen=True)
+class Activation:
+    """What an expert does beside its matrices.
 
-    `views` are the typed fields of the expert's slot (`Layout.views`); `activate` maps `[M, rows of up]` to `[M, I]`.
+    apply   maps the up rows `[M, 2 I]` (`[M, I]` without gate) to `[M, I]`
+    finish  maps the output `[M, H]` to the one that is weighted, where the family has such a norm
+    swiglu  `apply` is silu(first half of the rows) * second half, which kernels fuse
     """
-    hidden = activate(_linear(x, views, "up", layout))
-    return _linear(hidden, views, "down", layout).to(x.dtype)
+
+    apply: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor], Tensor] | None = None
+    swiglu: bool = False
+
+    @classmethod
+    def of(
+        cls, apply: Callable[[Tensor], Tensor], gated: bool, finish: Callable[[Tensor], Tensor] | None
+    ) -> Activation:
+        """Finds out by trying whether `apply` is SwiGLU; large values tell variants that clamp."""
+        probe = torch.linspace(-300, 300, 64).view(4, 16)
+        gate, up = probe.chunk(2, -1)
+        return cls(apply, finish, gated and torch.equal(apply(probe), silu(gate) * up))
 
 
-def _linear(x: Tensor, views: dict[str, Tensor], matrix: str, layout: Layout) -> Tensor:
-    if layout.format(matrix).name in RAW:
+class Routed(NamedTuple):
+    """The (token, choice) pairs that some experts of a step serve, grouped by expert; int64.
+
+    The i-th expert serves the pairs first[i] .. first[i + 1] of `tokens` (row of x) and `rows` (row of the output, which is
+    token * K + choice).
+    """
+
+    first: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    rows: NDArray[np.int64]
+
+
+class Kernel(Protocol):
+    """Computes experts straight from the slots of one pool. Chosen once, when the pool is made."""
+
+    name: str
+
+    def __call__(
+        self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
+    ) -> None:
+        """out[row] = gates[row] * expert(x[token]) for every pair, and nothing else of `out`.
+
+        `x` `[T, H]`, `slots` of the experts, `gates` float32 `[T K]`, `out` float32 `[T K, H]`.
+        """
+
+
+class Reference:
+    """One expert after the other, in torch, on any device."""
+
+    def __init__(self, layout: Layout, memory: Tensor, round_inputs: bool = False) -> None:
+        """`memory`: uint8 `[S, stride]`."""
+        self.name = "torch"
+        self._layout, self._round = layout, round_inputs
+        self._views = [layout.views(slot) for slot in memory]  # made once: they stay where they are
+
+    def __call__(
+        self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
+    ) -> None:
+        tokens = torch.from_numpy(routed.tokens).to(x.device)
+        rows = torch.from_numpy(routed.rows).to(x.device)
+        for i, slot in enumerate(slots):
+            pairs = slice(int(routed.first[i]), int(routed.first[i + 1]))
+            y = expert_ffn(x[tokens[pairs]], self._views[slot], self._layout, activation.apply, self._round)
+            if activation.finish:
+                y = activation.finish(y)
+            out[rows[pairs]] = y.float() * gates[rows[pairs], None]
+
+
+def expert_ffn(
+    x: Tensor, views: Views, layout: Layout, apply: Callable[[Tensor], Tensor], rounded: bool = False
+) -> Tensor:
+    """Output `[M, H]` of one expert for its tokens `x` `[M, H]`, before norm and gate weight, in the dtype of `x`."""
+    hidden = apply(matrix_linear(x, views, "up", layout, rounded))
+    return matrix_linear(hidden, views, "down", layout, rounded).to(x.dtype)
+
+
+def matrix_linear(x: Tensor, views: Views, matrix: str, layout: Layout, rounded: bool = False) -> Tensor:
+    """`x` `[M, K]` times the matrix "up" or "down", bias included: `[M, N]`, in float32 for a quantized matrix."""
+    form = layout.format(matrix)
+    if form.name in RAW:
         weight = views[f"{matrix}.weight"].to(x.dtype)
     else:
         x, weight = x.float(), dequantize(views, matrix, layout)
+        if rounded and form.grouped:
+            x = round_inputs(x, form.group)
     bias = views.get(f"{matrix}.bias")
     return linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def round_inputs(x: Tensor, group: int) -> Tensor:
+    """float32 `x` `[M, K]` -> a * round(x / a), a = absmax / 127 of each group of `group` inputs."""
+    grouped = x.unflatten(-1, (-1, group))
+    most = grouped.abs().amax(-1, keepdim=True)
+    inverse = torch.where(most > 0, 127 / most, 0)
+    return ((grouped * inverse).round_() * (most / 127)).flatten(-2)

@@ -331,13 +331,15 @@ class TestLedger:
             return got
 
         monkeypatch.setattr("os.preadv", counted)
-        ffn = apex_engine.engine.expert_ffn
+        compute = apex_engine.Engine._compute
 
-        def counted_ffn(x, views, layout, activate):
-            computed[layout.stride] += len(x)
-            return ffn(x, views, layout, activate)
+        def counted_compute(self, job, precision, served):
+            for use, slot in served:
+                assert self._cache.pools[precision].owner[slot] == (job.layer, use.expert)
+                computed[strides[precision]] += len(use.tokens)
+            compute(self, job, precision, served)
 
-        monkeypatch.setattr("apex_engine.engine.expert_ffn", counted_ffn)
+        monkeypatch.setattr(apex_engine.Engine, "_compute", counted_compute)
         greedy(model, torch.randint(2, 4096, (1, 20)), 20)
 
         stats = model.apex.stats()

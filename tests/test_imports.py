@@ -12,6 +12,7 @@ ORDER = [
     "apex_engine.kernels.packing",
     "apex_engine.kernels.layout",
     "apex_engine.kernels.reference",
+    "apex_engine.kernels.pick",
     "apex_engine.quantize.methods",
     "apex_engine.quantize.checkpoint",
     "apex_engine.quantize.source",
