@@ -199,7 +199,9 @@ class TestDeterministic:
     def test_it_is_the_score_and_the_twins_and_nothing_else(self, tiny):
         """Against transformers with the LOW and skipped experts put in place by hand."""
         source, apex = tiny("olmoe")
-        model = apex_engine.load(apex, dtype=torch.float32, mode="deterministic", t1=0.3, t2=0.6, memory="30%")
+        model = apex_engine.load(
+            apex, dtype=torch.float32, mode="deterministic", t1=0.3, t2=0.6, memory="30%", kernels="torch"
+        )
         ids = some_ids(1, 10)
         reference = by_hand(source, apex, 0.3, 0.6)
         torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
@@ -208,7 +210,9 @@ class TestDeterministic:
 
     def test_all_low_can_be_asked_for(self, tiny):
         source, apex = tiny()
-        model = apex_engine.load(apex, dtype=torch.float32, mode="deterministic", t1=-1.0, t2=1.0, memory="50%")
+        model = apex_engine.load(
+            apex, dtype=torch.float32, mode="deterministic", t1=-1.0, t2=1.0, memory="50%", kernels="torch"
+        )
         ids = some_ids()
         torch.testing.assert_close(model(ids).logits, by_hand(source, apex, -1.0, 1.0)(ids).logits, rtol=0, atol=1e-5)
         assert model.apex.stats()["share_of_calls"] == {"high": 0.0, "low": 1.0, "skip": 0.0}

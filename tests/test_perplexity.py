@@ -43,7 +43,7 @@ def test_kl_by_hand():
 def test_one_by_one_is_the_same_model(setting, bundled_apex):
     folder, tokenizer, _ = setting
     rows = windows(tokenizer, domains(folder)["code"], 2, 32)
-    model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="25%")
+    model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="25%", kernels="torch")
     torch.testing.assert_close(decoded_logits(model, rows), window_logits(model, rows), rtol=0, atol=1e-4)
     assert model.apex.stats()["sequences"] == 4
 

@@ -1,0 +1,144 @@
+"""Quantized experts on the CPU in C (native.c): integer dot products for INT2, INT3, INT4, float ones for INT8.
+
+For a group of inputs with absmax m, a = m / 127 and xi = round(x / a), a matrix with grouped codes is computed as
+
+    y = sum over groups of  scale * a * (sum of q * xi - zero * sum of xi)
+
+which is the product of the dequantized matrix with the rounded inputs a * xi: `Reference(..., round_inputs=True)` is its truth.
+INT8 twins keep float inputs.
+
+Instruction sets, the best chosen when the library is loaded: avx512-vnni, avx2, neon, generic.
+
+Letters: T tokens of a step, K chosen experts a token, S slots, N rows, H hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from apex_engine.kernels.layout import MATRICES, RAW, Layout
+from apex_engine.kernels.packing import PLANES
+from apex_engine.kernels.reference import Activation, Routed
+
+
+class Matrix(ctypes.Structure):
+    """struct matrix of native.c."""
+
+    _fields_ = (
+        ("n", ctypes.c_ssize_t),
+        ("k", ctypes.c_ssize_t),
+        ("group", ctypes.c_ssize_t),
+        ("bits", ctypes.c_ssize_t),
+        ("codes", ctypes.c_void_p * 2),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+    )
+
+
+class Expert(ctypes.Structure):
+    """struct expert of native.c."""
+
+    _fields_ = (("up", Matrix), ("down", Matrix))
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None where it was not built. Torch must be loaded before: its OpenMP serves both."""
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        try:
+            lib = ctypes.CDLL(str(path))
+        except OSError:  # built for another machine, or no OpenMP in torch
+            continue
+        lib.apex_select.restype = ctypes.c_char_p
+        return lib
+    return None
+
+
+def select(isa: str | None = None) -> str | None:
+    """Use the instruction set `isa`, or the best. Returns its name; None where this machine does not have it."""
+    lib = library()
+    name = lib.apex_select(isa.encode() if isa else None) if lib else None
+    return name.decode() if name else None
+
+
+class NativeKernel:
+    """Experts of a pool of quantized twins on the CPU."""
+
+    def __init__(self, layout: Layout, memory: Tensor) -> None:
+        """`memory`: uint8 `[S, stride]` on the CPU. Raises ValueError for a layout with 16-bit matrices."""
+        if layout.up.name in RAW or layout.down.name in RAW:
+            raise ValueError("16-bit matrices are torch's own")
+        lib = library()
+        assert lib is not None
+        self.name = f"native {select()}"
+        self._lib, self._layout = lib, layout
+        self._memory = memory  # the structs below point into it
+        self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr()) for row in memory))
+
+    def __call__(
+        self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
+    ) -> None:
+        x32 = x.float().contiguous()
+        if not activation.swiglu or activation.finish or self._layout.shape.bias:
+            self._unfused(x32, slots, routed, gates, activation, out)
+            return
+        failed = self._lib.apex_swiglu_experts(
+            self._experts,
+            _address(np.asarray(slots, np.int64)),
+            ctypes.c_ssize_t(len(slots)),
+            _address(routed.first),
+            _address(routed.tokens),
+            _address(routed.rows),
+            ctypes.c_void_p(gates.data_ptr()),
+            ctypes.c_void_p(x32.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+        )
+        if failed:
+            raise MemoryError
+
+    def _unfused(
+        self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
+    ) -> None:
+        tokens, rows = torch.from_numpy(routed.tokens), torch.from_numpy(routed.rows)
+        for i, slot in enumerate(slots):
+            pairs = slice(int(routed.first[i]), int(routed.first[i + 1]))
+            hidden = activation.apply(self.linear(x[tokens[pairs]], slot, "up"))
+            y = self.linear(hidden, slot, "down")
+            if activation.finish:
+                y = activation.finish(y)
+            out[rows[pairs]] = y.float() * gates[rows[pairs], None]
+
+    def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
+        """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
+        x = x.contiguous()
+        struct = getattr(self._experts[slot], matrix)
+        y = torch.empty(len(x), struct.n)
+        if self._lib.apex_linear(
+            ctypes.byref(struct), ctypes.c_void_p(x.data_ptr()), ctypes.c_ssize_t(len(x)), ctypes.c_void_p(y.data_ptr())
+        ):
+            raise MemoryError
+        return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
+
+
+def _expert(layout: Layout, base: int) -> Expert:
+    at = {field.name: base + field.offset for field in layout.fields}
+    matrices = []
+    for matrix in MATRICES:
+        form = layout.format(matrix)
+        names = [f"{matrix}.codes{i}" for i in range(len(PLANES[form.bits]))] if form.grouped else [f"{matrix}.codes"]
+        codes = (ctypes.c_void_p * 2)(*(at[name] for name in names))
+        zero = at.get(f"{matrix}.zero", 0)
+        matrices.append(Matrix(*layout.shape.matrix(matrix), form.group, form.bits, codes, at[f"{matrix}.scale"], zero))
+    return Expert(*matrices)
+
+
+def _address(array: NDArray[np.int64]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)

@@ -1,0 +1,192 @@
+"""The CPU kernels against the reference with rounded inputs, on every instruction set this machine has."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from apex_engine.kernels import native, pick
+from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
+from apex_engine.kernels.reference import Activation, Reference, Routed, matrix_linear, round_inputs
+from apex_engine.quantize.convert import make_blob
+from apex_engine.vocabulary import ApexError
+
+ISAS = [isa for isa in ("avx512-vnni", "avx2", "neon", "generic") if native.select(isa)]
+SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)
+ANOTHER = Activation(lambda rows: gelu(rows.chunk(2, -1)[0]) * (rows.chunk(2, -1)[1] + 1))
+NO_GATE = Activation(lambda rows: rows.relu().square())
+NORMED = Activation(SWIGLU.apply, finish=lambda y: y / y.norm(dim=-1, keepdim=True), swiglu=True)
+
+# (hidden, intermediate, up bits, down bits, group): each names the edge it hits
+SHAPES = {
+    "one whole block": (256, 256, 2, 2, 64),
+    "demo": (192, 384, 2, 2, 64),
+    "half a block at the end": (96, 160, 2, 2, 32),
+    "groups of a quarter lane": (64, 96, 2, 2, 8),
+    "sixteen groups a block": (640, 64, 2, 2, 16),
+    "a group longer than a register": (256, 768, 4, 4, 256),
+    "three bits": (192, 192, 3, 3, 64),
+    "three bits in groups too short for the high plane": (160, 96, 2, 3, 16),
+    "four bits": (384, 96, 2, 4, 32),
+    "large": (768, 1408, 2, 3, 128),
+    "int8": (160, 96, 8, 8, 0),
+    "int8 with odd columns": (72, 40, 8, 8, 0),
+    "int8 below int2": (64, 96, 8, 2, 32),
+}
+
+
+def form(bits: int, group: int) -> MatrixFormat:
+    return MatrixFormat("int8") if bits == 8 else MatrixFormat(f"int{bits}", group)
+
+
+def a_pool(shape: ExpertShape, up: MatrixFormat, down: MatrixFormat, slots: int = 3) -> tuple[Layout, torch.Tensor]:
+    """Slots of random experts; the last one is poison."""
+    layout = Layout(shape, up, down)
+    memory = torch.full((slots + 1, layout.stride), 0xFF, dtype=torch.uint8)
+    for slot in range(slots):
+        expert = {f"{m}.weight": torch.randn(shape.matrix(m)) * 0.02 for m in ("up", "down")}
+        if shape.bias:
+            expert |= {f"{m}.bias": torch.randn(shape.matrix(m)[0]).bfloat16() for m in ("up", "down")}
+        memory[slot] = make_blob(expert, layout, "clip")[0]
+    return layout, memory
+
+
+def errors(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """(max, RMS) relative error."""
+    difference = found.double() - expected.double()
+    most, mean = expected.double().abs().max(), expected.double().square().mean().sqrt()
+    return (difference.abs().max() / most).item(), (difference.square().mean().sqrt() / mean).item()
+
+
+def kernels_of(layout, memory):
+    found = [native.NativeKernel(layout, memory)]
+    if layout.up.grouped and layout.down.grouped and pick.find_spec("numba"):
+        found.append(pick.pick("numba", layout, memory))
+    return found
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_matrix_equals_the_reference(isa, name):
+    hidden, intermediate, up, down, group = SHAPES[name]
+    layout, memory = a_pool(ExpertShape(hidden, intermediate, True), form(up, group), form(down, group), slots=2)
+    kernel = native.NativeKernel(layout, memory)
+    assert native.select(isa) == isa
+    for tokens in (1, 2, 3, 4, 5, 16, 17, 40):
+        for matrix in ("up", "down"):
+            x = torch.randn(tokens, layout.shape.matrix(matrix)[1])
+            expected = matrix_linear(x, layout.views(memory[1]), matrix, layout, rounded=True)
+            worst, rms = errors(kernel.linear(x, 1, matrix), expected)
+            assert worst <= 1e-5 and rms <= 1e-5, (matrix, tokens, worst, rms)
+    native.select()
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name][4]])
+def test_numba_equals_the_reference(name):
+    pytest.importorskip("numba")
+    hidden, intermediate, up, down, group = SHAPES[name]
+    if up == 8:
+        pytest.skip("int8 is not numba's")
+    layout, memory = a_pool(ExpertShape(hidden, intermediate, True), form(up, group), form(down, group), slots=1)
+    kernel = pick.pick("numba", layout, memory)
+    for tokens in (1, 3):
+        for matrix in ("up", "down"):
+            x = torch.randn(tokens, layout.shape.matrix(matrix)[1])
+            expected = matrix_linear(x, layout.views(memory[0]), matrix, layout, rounded=True)
+            worst, rms = errors(kernel.linear(x, 0, matrix), expected)
+            assert worst <= 1e-5 and rms <= 1e-5, (matrix, tokens, worst, rms)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize(
+    ("activation", "gated", "bias"),
+    [(SWIGLU, True, ""), (ANOTHER, True, ""), (NO_GATE, False, ""), (SWIGLU, True, "bfloat16"), (NORMED, True, "")],
+    ids=["swiglu", "another gate", "no gate", "bias", "norm"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_routed_experts(bits, activation, gated, bias, dtype):
+    """Five tokens, two choices each, over two of three experts; the rest of the output and the poisoned slot stay out of it."""
+    layout, memory = a_pool(ExpertShape(96, 64, gated, bias), form(bits, 32), form(bits, 32))
+    x, gates = torch.randn(5, 96).to(dtype), torch.rand(10)
+    tokens, choices = np.array([0, 2, 4, 1, 2]), np.array([0, 1, 0, 1, 0])
+    routed = Routed(np.array([0, 3, 5]), tokens, tokens * 2 + choices)
+    expected = torch.full((10, 96), float("nan"))
+    Reference(layout, memory, round_inputs=True)(x.float(), [2, 0], routed, gates, activation, expected)
+    for kernel in kernels_of(layout, memory):
+        out = torch.full((10, 96), float("nan"))
+        kernel(x, [2, 0], routed, gates, activation, out)
+        assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any(1).sum() == 5
+        # a hidden value that lies between two int8 codes may be rounded either way: one step of 127 in one of 32
+        worst, rms = errors(out[routed.rows], expected[routed.rows])
+        assert worst <= 2e-3 and rms <= 2e-3, (kernel.name, worst, rms)
+
+
+def test_nothing_to_do():
+    layout, memory = a_pool(ExpertShape(64, 64, True), form(2, 32), form(2, 32))
+    empty = np.zeros(0, np.int64)
+    for kernel in kernels_of(layout, memory):
+        out = torch.full((2, 64), float("nan"))
+        kernel(torch.zeros(1, 64), [], Routed(np.array([0]), empty, empty), torch.ones(2), SWIGLU, out)
+        kernel(torch.zeros(1, 64), [1], Routed(np.array([0, 0]), empty, empty), torch.ones(2), SWIGLU, out)
+        assert out.isnan().all()
+
+
+def test_a_tokens_result_does_not_depend_on_the_others():
+    layout, memory = a_pool(ExpertShape(192, 384, True), form(2, 64), form(3, 64))
+    x = torch.randn(70, 192)
+    for kernel in kernels_of(layout, memory):
+        together, alone = torch.empty(70, 192), torch.empty(70, 192)
+        pairs = np.arange(70)
+        kernel(x, [1], Routed(np.array([0, 70]), pairs, pairs), torch.ones(70), SWIGLU, together)
+        for t in range(70):
+            kernel(x, [1], Routed(np.array([0, 1]), pairs[t : t + 1], pairs[t : t + 1]), torch.ones(70), SWIGLU, alone)
+        assert torch.equal(together, alone), kernel.name
+
+
+def test_rounding_inputs():
+    x = torch.randn(3, 64)
+    x[1, 32:] = 0
+    rounded = round_inputs(x, 32)
+    step = x.view(3, 2, 32).abs().amax(-1, keepdim=True) / 127
+    assert ((rounded - x).view(3, 2, 32).abs() <= step * 0.5001).all()
+    torch.testing.assert_close(round_inputs(rounded, 32), rounded)
+
+
+class TestPick:
+    LOW = (ExpertShape(64, 64, True), MatrixFormat("int2", 32), MatrixFormat("int2", 32))
+    HIGH = (ExpertShape(64, 64, True), MatrixFormat("bfloat16"), MatrixFormat("bfloat16"))
+
+    def name(self, kernels, parts):
+        layout = Layout(*parts)
+        return pick.pick(kernels, layout, torch.zeros(1, layout.stride, dtype=torch.uint8)).name
+
+    def test_the_fastest_is_picked_and_named(self):
+        assert self.name("auto", self.LOW) == f"native {native.select()}"
+        assert self.name("auto", self.HIGH) == "torch"
+
+    def test_any_can_be_forced(self):
+        assert self.name("torch", self.LOW) == "torch"
+        assert self.name("numba", self.LOW) == "numba"
+        assert self.name("native", self.HIGH) == "torch"
+
+    def test_without_a_compiler_the_next_best_is_taken(self, monkeypatch):
+        monkeypatch.setattr(native, "library", lambda: None)
+        assert self.name("auto", self.LOW) == "numba"
+        with pytest.raises(ApexError, match="C compiler"):
+            self.name("native", self.LOW)
+        monkeypatch.setattr(pick, "find_spec", lambda name: None)
+        assert self.name("auto", self.LOW) == "torch"
+
+    def test_triton_needs_a_gpu(self):
+        with pytest.raises(ApexError, match="CUDA device"):
+            self.name("triton", self.LOW)
+
+
+def test_swiglu_is_found_by_trying():
+    assert Activation.of(SWIGLU.apply, True, None).swiglu
+    for other in (
+        ANOTHER.apply,
+        lambda rows: SWIGLU.apply(rows.clamp(max=7)),
+        lambda rows: SWIGLU.apply(rows.flip(-1)),
+    ):
+        assert not Activation.of(other, True, None).swiglu
