@@ -1,6 +1,7 @@
 # make demo            create .venv, quantize the bundled model, generate text with it
 # make test            create .venv, pass the tests
 # make quantize MODEL=mixtral [OUT=folder] [ARGS="--high int8 --low-down 3"]
+# make gpu-check       on a machine with a CUDA device: kernels, their speed and the demo there, into docs/gpu-check.json
 # make lint            ruff and mypy
 #
 # TORCH is the torch to install: the default is the version without a GPU that the tests use; on a machine with one,
@@ -13,7 +14,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test quantize lint docs clean
+.PHONY: demo test quantize lint docs gpu-check clean
 
 demo: $(READY)
 	$(BIN)/python -m apex_engine.generate
@@ -34,6 +35,10 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m benchmarks.demo_model -o docs/demo-model.md
+
+# Needs torch, triton, transformers, safetensors and numpy of the PYTHON given, and no installation.
+gpu-check:
+	$(PYTHON) -m benchmarks.gpu_check -o docs/gpu-check.json
 
 # torch first and alone: left to the other packages it may come as a CUDA build of several gigabytes.
 $(READY): pyproject.toml constraints.txt

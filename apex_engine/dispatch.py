@@ -17,6 +17,7 @@ Letters: T tokens, K chosen experts a token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,10 +44,12 @@ def dispatch(chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, res
     `resident(expert, precision)` is asked in adaptive mode only.
     """
     flat, wishes = chosen.ravel(), wanted.ravel()
-    order = np.argsort(flat, kind="stable")
-    experts, starts = np.unique(flat[order], return_index=True)
+    order = flat.argsort(kind="stable")
+    ranked = flat[order]
+    bounds = [0, *(np.flatnonzero(ranked[1:] != ranked[:-1]) + 1).tolist(), len(flat)]
     uses = []
-    for expert, pairs in zip(experts.tolist(), np.split(order, starts)[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds if len(flat) else []):
+        expert, pairs = int(ranked[start]), order[start:stop]
         if mode == "deterministic":
             of_expert = wishes[pairs]
             split = [(p, pairs[of_expert == p]) for p in reversed(Precision)]

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from apex_engine.command import console, human, run, say
 from apex_engine.config import MODES, Config
 from apex_engine.hook import load, read_config
+from apex_engine.kernels.pick import KERNELS
 from apex_engine.plan import Plan, kv_bytes, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
@@ -82,6 +83,9 @@ def parser() -> argparse.ArgumentParser:
         help="share of the memory for LOW twins; default: %(default)s",
     )
     engine.add_argument("--policy", choices=POLICIES, default=default.policy, help="eviction; default: %(default)s")
+    engine.add_argument(
+        "--kernels", choices=KERNELS, default=default.kernels, help="what computes the experts; default: %(default)s"
+    )
     engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
     engine.add_argument(
         "--dtype",
@@ -102,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    config = Config(args.mode, args.t1, args.t2, args.memory, args.low_share, args.policy)
+    config = Config(args.mode, args.t1, args.t2, args.memory, args.low_share, args.policy, args.kernels)
     device = _device(args.device)
     sampling = _sampling(args)
     transformers_logging.set_verbosity_error()
@@ -311,6 +315,7 @@ def show_stats(model: PreTrainedModel, how: str) -> None:
     say(
         f"time: {seconds['load']:.2f} s loading, {seconds['compute']:.2f} s in experts, {seconds['rest']:.2f} s elsewhere"
     )
+    say("kernels: " + ", ".join(f"{name} for {word.upper()}" for word, name in stats["kernels"].items()))
     if not stats["reads_bypass_page_cache"]:
         say("note: this file system has no O_DIRECT, so reads may have come from the page cache")
 

@@ -41,8 +41,7 @@ def load(
         Manifest.read(folder)
     config = read_config(folder)
     config.quantization_config = {**config.quantization_config, "runtime": options}
-    placement = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", **placement)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto").to(device)
 
 
 def read_config(folder: Path) -> PretrainedConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import tempfile
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -24,6 +22,7 @@ from apex_engine.eval.perplexity import decoded_logits, score, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source, resolve
+from benchmarks.machine import machine
 
 TWINS = {
     "clip": Options(),
@@ -165,19 +164,6 @@ def speed(source: Path, folder: Path, repeats: int) -> list[str]:
         ratio = statistics.median(a / b for a, b in zip(rates, times["transformers"], strict=True))
         lines.append(f"| {name} | {statistics.median(rates):.0f} | {ratio:.2f} |")
     return lines
-
-
-def machine() -> str:
-    """Processor, cores and versions."""
-    cpu = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
-    return f"{cpu}, {os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 TEMPLATE = """# What the trade costs on the bundled model

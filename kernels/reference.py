@@ -89,14 +89,18 @@ class Reference:
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
+        one_token = len(x) == 1  # decoding: nothing to gather
         tokens = torch.from_numpy(routed.tokens).to(x.device)
         rows = torch.from_numpy(routed.rows).to(x.device)
+        first = routed.first.tolist()
         for i, slot in enumerate(slots):
-            pairs = slice(int(routed.first[i]), int(routed.first[i + 1]))
-            y = expert_ffn(x[tokens[pairs]], self._views[slot], self._layout, activation.apply, self._round)
+            pairs = slice(first[i], first[i + 1])
+            some = x if one_token else x[tokens[pairs]]
+            y = expert_ffn(some, self._views[slot], self._layout, activation.apply, self._round)
             if activation.finish:
                 y = activation.finish(y)
-            out[rows[pairs]] = y.float() * gates[rows[pairs], None]
+            row = rows[pairs]
+            out.index_copy_(0, row, y.float() * gates[row, None])
 
 
 def expert_ffn(

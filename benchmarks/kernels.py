@@ -1,0 +1,178 @@
+"""python -m benchmarks.kernels: time of one expert in every kernel, format and shape, beside torch on 16-bit weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import track
+from torch.nn.functional import silu
+
+from apex_engine.command import console, run
+from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
+from apex_engine.kernels.pick import KERNELS, pick
+from apex_engine.kernels.reference import Activation, Kernel, Reference, Routed
+from apex_engine.quantize.convert import make_blob
+from apex_engine.vocabulary import ApexError
+from benchmarks.machine import machine
+
+SHAPES = {  # (intermediate, hidden)
+    "mixtral": (14336, 4096),
+    "phi-moe": (6400, 4096),
+    "deepseek-v2-lite": (1408, 2048),
+    "qwen3-30b": (768, 2048),
+    "olmoe": (1024, 2048),
+    "demo": (384, 192),
+}
+TOKENS = (1, 4, 16, 128)
+FORMATS = ("float16", "bfloat16", "int8", "int2")
+WORKING_SET = 300 << 20  # bytes of slots gone through in turns: more than the caches hold
+SECONDS = 0.5  # of measuring each entry, at least three runs
+SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    p.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME", help="default: all")
+    p.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="T", help="default: 1 4 16 128")
+    p.add_argument("--kernels", nargs="+", choices=KERNELS, help="default: all this machine has")
+    p.add_argument("--device", default="cpu", help="default: %(default)s")
+    p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    args = p.parse_args()
+    result = benchmark(args.shapes, args.tokens, args.kernels or KERNELS[1:], torch.device(args.device))
+    print(json.dumps(result, indent=1) if args.json else markdown(result))
+
+
+def benchmark(
+    shapes: list[str], tokens: list[int], names: tuple[str, ...] | list[str], device: torch.device
+) -> dict[str, Any]:
+    """Times in milliseconds. Every kernel is checked against the reference first; raises ApexError where one is wrong."""
+    rows = []
+    for shape_name in track(shapes, "timing", console=console):
+        intermediate, hidden = SHAPES[shape_name]
+        shape = ExpertShape(hidden, intermediate, True)
+        for form in FORMATS:
+            layout = Layout(shape, *(2 * [MatrixFormat(form, 64 if form == "int2" else 0)]))
+            memory = _pool(layout, device)
+            for name in names:
+                try:
+                    kernel = pick(name, layout, memory)
+                except ApexError:
+                    continue  # not on this machine
+                if kernel.name == "torch" and name != "torch":
+                    continue  # this kernel leaves the format to torch
+                check(kernel, layout, memory)
+                slow = name == "torch" and form in ("int2", "int8") and device.type == "cpu"  # seconds a call
+                for t in tokens:
+                    if not (slow and t > 16):
+                        row = {"shape": shape_name, "format": form, "kernel": kernel.name, "tokens": t}
+                        rows.append({**row, **timed(kernel, layout, memory, t)})
+            del memory
+    return {"machine": machine(device), "copy_gb_s": copy_bandwidth(device), "rows": rows}
+
+
+def check(kernel: Kernel, layout: Layout, memory: torch.Tensor) -> None:
+    """Three tokens against the reference, inputs rounded where the kernel rounds them."""
+    x, gates = torch.randn(3, layout.shape.hidden, device=memory.device), torch.ones(3, device=memory.device)
+    pairs = np.arange(3)
+    routed = Routed(np.array([0, 3]), pairs, pairs)
+    rounded = memory.device.type == "cpu" and kernel.name != "torch"
+    found, expected = torch.zeros(2, 3, layout.shape.hidden, device=memory.device)
+    kernel(x, [1], routed, gates, SWIGLU, found)
+    Reference(layout, memory[:2], round_inputs=rounded)(x, [1], routed, gates, SWIGLU, expected)
+    error = ((found - expected).norm() / expected.norm()).item()
+    if not error <= 2e-3:
+        raise ApexError(
+            f"{kernel.name} is wrong for {layout.up.name} ({error:.1e} from the reference): nothing is measured"
+        )
+
+
+def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> dict[str, float]:
+    dtype = RAW.get(layout.up.name, torch.bfloat16)
+    x = torch.randn(tokens, layout.shape.hidden, device=memory.device).to(dtype)
+    gates = torch.ones(tokens, device=memory.device)
+    out = torch.zeros(tokens, layout.shape.hidden, device=memory.device)
+    pairs = np.arange(tokens)
+    routed, turn = Routed(np.array([0, tokens]), pairs, pairs), [0]
+
+    def call() -> None:
+        turn[0] = (turn[0] + 1) % len(memory)
+        kernel(x, [turn[0]], routed, gates, SWIGLU, out)
+
+    milliseconds = _median(call, memory.device)
+    real = sum(field.nbytes for field in layout.fields)
+    return {
+        "ms": milliseconds,
+        "gb_s": real / milliseconds / 1e6,
+        "fp16_gb_s": 2 * layout.shape.weights / milliseconds / 1e6,
+    }
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """GB/s of bytes read by a large copy."""
+    source = torch.ones(WORKING_SET, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return WORKING_SET / _median(lambda: target.copy_(source), device) / 1e6
+
+
+def _pool(layout: Layout, device: torch.device) -> torch.Tensor:
+    expert = {f"{m}.weight": torch.randn(layout.shape.matrix(m)) * 0.02 for m in ("up", "down")}
+    blob, _ = make_blob(expert, layout, "clip")
+    return blob.to(device).repeat(max(2, WORKING_SET // layout.stride), 1)
+
+
+def _median(call: Callable[[], Any], device: torch.device) -> float:
+    """Milliseconds of the median call."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    call()
+    times: list[float] = []
+    wait()
+    while len(times) < 3 or sum(times) < SECONDS:
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table a shape: milliseconds, and the ratio to torch on float16 and bfloat16 weights."""
+    lines = [f"Machine: {result['machine']}; a large copy reads {result['copy_gb_s']:.1f} GB/s.", ""]
+    for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["shape"] == shape]
+        base = {
+            (row["format"], row["tokens"]): row["ms"]
+            for row in rows
+            if row["kernel"] == "torch" and row["format"] in RAW
+        }
+        lines += [
+            f"### {shape} ({SHAPES[shape][0]} x {SHAPES[shape][1]})",
+            "",
+            "| format | kernel | tokens | ms | GB/s read | of the copy | GB/s as 16-bit | x fp16 time | x bf16 time |",
+            "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        for row in rows:
+            ratios = [row["ms"] / base[form, row["tokens"]] if (form, row["tokens"]) in base else None for form in RAW]
+            cells = [
+                row["format"],
+                row["kernel"],
+                str(row["tokens"]),
+                f"{row['ms']:.3f}",
+                f"{row['gb_s']:.1f}",
+                f"{row['gb_s'] / result['copy_gb_s']:.0%}",
+                f"{row['fp16_gb_s']:.0f}",
+                *("-" if ratio is None else f"{ratio:.2f}" for ratio in reversed(ratios)),
+            ]
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)
