@@ -7,6 +7,7 @@ Letters: T tokens, K chosen experts a token, H hidden.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from dataclasses import asdict
@@ -161,9 +162,10 @@ class Engine:
     def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()
         choices = job.out.shape[1]
-        tokens = np.concatenate([use.tokens for use, _ in served])
-        rows = tokens * choices + np.concatenate([use.choices for use, _ in served])
-        first = np.cumsum([0, *(len(use.tokens) for use, _ in served)])
+        uses = [use for use, _ in served]
+        tokens = np.concatenate([use.tokens for use in uses]) if len(uses) > 1 else uses[0].tokens
+        rows = tokens * choices + (np.concatenate([use.choices for use in uses]) if len(uses) > 1 else uses[0].choices)
+        first = np.array([0, *itertools.accumulate(len(use.tokens) for use in uses)])
         slots = [slot for _, slot in served]
         self._kernels[precision](
             job.x, slots, Routed(first, tokens, rows), job.gates, job.activation, job.out.view(-1, job.out.shape[2])

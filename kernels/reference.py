@@ -89,18 +89,21 @@ class Reference:
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
-        one_token = len(x) == 1  # decoding: nothing to gather
-        tokens = torch.from_numpy(routed.tokens).to(x.device)
-        rows = torch.from_numpy(routed.rows).to(x.device)
-        first = routed.first.tolist()
+        first, one_token = routed.first.tolist(), len(x) == 1
+        tokens, rows = torch.from_numpy(routed.tokens).to(x.device), torch.from_numpy(routed.rows).to(x.device)
         for i, slot in enumerate(slots):
             pairs = slice(first[i], first[i + 1])
+            if pairs.start == pairs.stop:
+                continue
             some = x if one_token else x[tokens[pairs]]
             y = expert_ffn(some, self._views[slot], self._layout, activation.apply, self._round)
             if activation.finish:
                 y = activation.finish(y)
-            row = rows[pairs]
-            out.index_copy_(0, row, y.float() * gates[row, None])
+            if one_token:  # decoding: small tensors cost what their calls cost, so nothing is gathered or scattered
+                row = int(routed.rows[first[i]])
+                torch.mul(y[0].float(), gates[row], out=out[row])
+            else:
+                out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
 
 
 def expert_ffn(
