@@ -12,6 +12,8 @@ ORDER = [
     "apex_engine.kernels.packing",
     "apex_engine.kernels.layout",
     "apex_engine.kernels.reference",
+    "apex_engine.kernels.gpu",
+    "apex_engine.kernels.compile_matrix",
     "apex_engine.kernels.native",
     "apex_engine.kernels.jit",
     "apex_engine.kernels.pick",
