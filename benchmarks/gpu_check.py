@@ -88,7 +88,7 @@ def numerics(device: torch.device) -> dict[str, Any]:
                 expert = {f"{m}.weight": torch.randn(layout.shape.matrix(m)) * 0.02 for m in ("up", "down")}
                 memory[slot] = make_blob(expert, layout, "clip")[0]
             memory = memory.to(device)
-            kernel = pick("auto", layout, memory)
+            kernel = pick("triton" if device.type == "cuda" else "auto", layout, memory)
             for dtype, limit in limits.items():
                 if form in RAW and dtype not in (RAW[form], torch.float32):
                     continue  # a twin in one 16-bit type is not computed in the other
@@ -131,7 +131,8 @@ def main_job(device: torch.device) -> dict[str, Any]:
         exact = apex_engine.load(folder, dtype=torch.float32, device=device, mode="exact", memory="25%")
         generated = [m.generate(ids, max_new_tokens=64, do_sample=False) for m in (reference, exact)]
         logits = [m(ids).logits for m in (reference, exact)]
-        adaptive = apex_engine.load(folder, device=device, memory="25%")
+        kernels = "triton" if device.type == "cuda" else "auto"
+        adaptive = apex_engine.load(folder, device=device, memory="25%", kernels=kernels)
         adaptive.generate(ids, max_new_tokens=8, do_sample=False)
         adaptive.apex.reset_stats()
         adaptive.generate(ids, max_new_tokens=128, do_sample=False)

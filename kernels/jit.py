@@ -5,6 +5,9 @@ numba widens small integers to 64 bits unless told otherwise: every step of the 
 Letters: T tokens, M tokens of one expert, K columns, N rows, G groups a row, p bits of a plane, b bytes of a group in a plane.
 """
 
+# Functions of numba have the types they are called with.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -34,8 +34,10 @@ typedef void (*plane_row)(const uint8_t *codes, ptrdiff_t bytes, int p, ptrdiff_
 /* Scales of one row as floats, and acc[t] = - sum over groups of scale * zero * xsum[t][g]. */
 typedef void (*row_scales)(const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, const float *xsum, int T, float *out,
                            float *acc);
-/* acc[t] = sum over k of codes[k] * x[t][k]. */
-typedef void (*int8_row)(const int8_t *codes, const float *x, ptrdiff_t K, int T, float *acc);
+/* acc[t] = sum over k of w[k] * x[t][k], for w of int8, bfloat16 or float16. */
+typedef void (*plain_row)(const void *w, const float *x, ptrdiff_t K, int T, float *acc);
+
+enum { INT8, BFLOAT16, FLOAT16, PLAIN_FORMATS };
 
 /* ---- generic ---- */
 
@@ -80,16 +82,50 @@ static void plane_row_generic(const uint8_t *codes, ptrdiff_t bytes, int p, ptrd
     (void)bytes;
 }
 
-static void int8_row_generic(const int8_t *codes, const float *x, ptrdiff_t K, int T, float *acc) {
-    for (int t = 0; t < T; t++, x += K) {
-        float lanes[16] = {0};
-        ptrdiff_t k = 0;
-        for (; k + 16 <= K; k += 16)
-            for (int i = 0; i < 16; i++) lanes[i] += (float)codes[k + i] * x[k + i];
-        acc[t] = 0;
-        for (; k < K; k++) acc[t] += (float)codes[k] * x[k];
-        for (int i = 0; i < 16; i++) acc[t] += lanes[i];
+static inline float from_int8(const void *w, ptrdiff_t k) { return ((const int8_t *)w)[k]; }
+static inline float from_half(const void *w, ptrdiff_t k) { return half_to_float(((const uint16_t *)w)[k]); }
+static inline float from_bfloat(const void *w, ptrdiff_t k) {
+    const uint32_t bits = (uint32_t)((const uint16_t *)w)[k] << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+#define GENERIC_ROW(NAME, FROM)                                                        \
+    static void NAME(const void *w, const float *x, ptrdiff_t K, int T, float *acc) {  \
+        for (int t = 0; t < T; t++, x += K) {                                          \
+            float lanes[16] = {0};                                                     \
+            ptrdiff_t k = 0;                                                           \
+            for (; k + 16 <= K; k += 16)                                               \
+                for (int i = 0; i < 16; i++) lanes[i] += FROM(w, k + i) * x[k + i];    \
+            acc[t] = 0;                                                                \
+            for (; k < K; k++) acc[t] += FROM(w, k) * x[k];                            \
+            for (int i = 0; i < 16; i++) acc[t] += lanes[i];                           \
+        }                                                                              \
     }
+GENERIC_ROW(int8_row_generic, from_int8)
+GENERIC_ROW(bfloat_row_generic, from_bfloat)
+GENERIC_ROW(half_row_generic, from_half)
+
+/* The nearest bfloat16 or float16, as a float: what torch stores between its operations. */
+static float rounded(float f, int format) {
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if (format == BFLOAT16 && f == f) {
+        bits += 0x7fff + (bits >> 16 & 1);
+        bits &= 0xffff0000;
+        memcpy(&f, &bits, 4);
+    } else if (format == FLOAT16 && f == f) {
+        const float magnitude = fabsf(f);
+        if (magnitude >= 65520) return copysignf(INFINITY, f);
+        /* adding and subtracting 2^13 ulps of the value drops the bits below half precision, subnormals included */
+        int exponent;
+        frexpf(magnitude, &exponent);
+        const float step = ldexpf(1, (exponent < -13 ? -13 : exponent) + 12);
+        volatile float sum = magnitude + step;
+        f = copysignf(sum - step, f);
+    }
+    return f;
 }
 
 /* ---- x86 ---- */
@@ -207,16 +243,17 @@ AVX2 static void row_scales_avx2(const uint16_t *scale, const uint16_t *zero, pt
     }
 }
 
-/* Four tokens at a time share the conversion of the codes. */
-#define INT8_ROW(NAME, TARGET, VECTOR, LANES, ZERO, LOAD_CODES, LOAD, FMA, SUM)                                    \
-    TARGET static void NAME(const int8_t *codes, const float *x, ptrdiff_t K, int T, float *acc) {                 \
+/* Four tokens at a time share the conversion of the weights. */
+#define PLAIN_ROW(NAME, TARGET, TYPE, VECTOR, LANES, ZERO, WEIGHTS, LOAD, FMA, SUM, FROM)                           \
+    TARGET static void NAME(const void *weights, const float *x, ptrdiff_t K, int T, float *acc) {                 \
+        const TYPE *w = weights;                                                                                   \
         const ptrdiff_t whole = K / LANES * LANES;                                                                 \
         int t = 0;                                                                                                 \
         for (; t + 4 <= T; t += 4) {                                                                               \
             const float *x0 = x + t * K, *x1 = x0 + K, *x2 = x1 + K, *x3 = x2 + K;                                 \
             VECTOR a = ZERO(), b = a, c = a, d = a;                                                                \
             for (ptrdiff_t k = 0; k < whole; k += LANES) {                                                         \
-                const VECTOR q = LOAD_CODES(codes + k);                                                            \
+                const VECTOR q = WEIGHTS(w + k);                                                                   \
                 a = FMA(q, LOAD(x0 + k), a), b = FMA(q, LOAD(x1 + k), b);                                          \
                 c = FMA(q, LOAD(x2 + k), c), d = FMA(q, LOAD(x3 + k), d);                                          \
             }                                                                                                      \
@@ -227,21 +264,33 @@ AVX2 static void row_scales_avx2(const uint16_t *scale, const uint16_t *zero, pt
             VECTOR a = ZERO(), b = a, c = a, d = a;                                                                \
             ptrdiff_t k = 0;                                                                                       \
             for (; k + 4 * LANES <= K; k += 4 * LANES) {                                                           \
-                a = FMA(LOAD_CODES(codes + k), LOAD(x0 + k), a);                                                   \
-                b = FMA(LOAD_CODES(codes + k + LANES), LOAD(x0 + k + LANES), b);                                   \
-                c = FMA(LOAD_CODES(codes + k + 2 * LANES), LOAD(x0 + k + 2 * LANES), c);                           \
-                d = FMA(LOAD_CODES(codes + k + 3 * LANES), LOAD(x0 + k + 3 * LANES), d);                           \
+                a = FMA(WEIGHTS(w + k), LOAD(x0 + k), a);                                                          \
+                b = FMA(WEIGHTS(w + k + LANES), LOAD(x0 + k + LANES), b);                                          \
+                c = FMA(WEIGHTS(w + k + 2 * LANES), LOAD(x0 + k + 2 * LANES), c);                                  \
+                d = FMA(WEIGHTS(w + k + 3 * LANES), LOAD(x0 + k + 3 * LANES), d);                                  \
             }                                                                                                      \
-            for (; k < whole; k += LANES) a = FMA(LOAD_CODES(codes + k), LOAD(x0 + k), a);                         \
+            for (; k < whole; k += LANES) a = FMA(WEIGHTS(w + k), LOAD(x0 + k), a);                                \
             acc[t] = SUM(a) + SUM(b) + SUM(c) + SUM(d);                                                            \
         }                                                                                                          \
         for (ptrdiff_t k = whole; k < K; k++)                                                                      \
-            for (t = 0; t < T; t++) acc[t] += (float)codes[k] * x[t * K + k];                                      \
+            for (t = 0; t < T; t++) acc[t] += FROM(w, k) * x[t * K + k];                                           \
     }
-#define CODES16(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define CODES8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
-INT8_ROW(int8_row_avx512, AVX512, __m512, 16, _mm512_setzero_ps, CODES16, _mm512_loadu_ps, _mm512_fmadd_ps, _mm512_reduce_add_ps)
-INT8_ROW(int8_row_avx2, AVX2, __m256, 8, _mm256_setzero_ps, CODES8, _mm256_loadu_ps, _mm256_fmadd_ps, sum8)
+#define INT8_16(p) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p))))
+#define BFLOAT_16(p) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
+#define HALF_16(p) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(p)))
+#define INT8_8(p) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p))))
+#define BFLOAT_8(p) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(p))), 16))
+#define HALF_8(p) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p)))
+#define ROW_512(NAME, TYPE, WEIGHTS, FROM) \
+    PLAIN_ROW(NAME, AVX512, TYPE, __m512, 16, _mm512_setzero_ps, WEIGHTS, _mm512_loadu_ps, _mm512_fmadd_ps, _mm512_reduce_add_ps, FROM)
+#define ROW_256(NAME, TYPE, WEIGHTS, FROM) \
+    PLAIN_ROW(NAME, AVX2, TYPE, __m256, 8, _mm256_setzero_ps, WEIGHTS, _mm256_loadu_ps, _mm256_fmadd_ps, sum8, FROM)
+ROW_512(int8_row_avx512, int8_t, INT8_16, from_int8)
+ROW_512(bfloat_row_avx512, uint16_t, BFLOAT_16, from_bfloat)
+ROW_512(half_row_avx512, uint16_t, HALF_16, from_half)
+ROW_256(int8_row_avx2, int8_t, INT8_8, from_int8)
+ROW_256(bfloat_row_avx2, uint16_t, BFLOAT_8, from_bfloat)
+ROW_256(half_row_avx2, uint16_t, HALF_8, from_half)
 
 #elif defined(__aarch64__)
 
@@ -284,24 +333,24 @@ struct isa {
     const char *name;
     plane_row plane;
     row_scales scales;
-    int8_row int8;
+    plain_row plain[PLAIN_FORMATS];
 };
 
-static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, int8_row_generic};
-static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, int8_row_generic};
+static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
+static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
 
 /* Takes the named instruction set, or the best for NULL. Returns its name, or NULL where this machine does not have it. */
 const char *apex_select(const char *name) {
 #if defined(__x86_64__)
-    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, int8_row_avx512};
-    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, int8_row_avx2};
+    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}};
+    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}};
     __builtin_cpu_init();
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const struct isa *known[] = {has_avx512 ? &avx512 : NULL, has_avx2 ? &avx2 : NULL, &GENERIC};
 #elif defined(__aarch64__)
-    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, int8_row_generic};
+    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
     const struct isa *known[] = {&neon, &GENERIC};
 #else
     const struct isa *known[] = {&GENERIC};
@@ -317,8 +366,9 @@ const char *apex_select(const char *name) {
 /* ---- matrices ---- */
 
 struct matrix {
-    ptrdiff_t N, K, group, bits; /* group 0: int8, scale is float [N] */
-    const uint8_t *codes[2];     /* the planes, lowest bits first */
+    ptrdiff_t N, K, group, bits; /* group 0: not grouped */
+    ptrdiff_t format;            /* of a matrix without groups; a 16-bit one has no scale */
+    const uint8_t *codes[2];     /* the planes, lowest bits first, or the codes or weights */
     const void *scale;           /* half [N][G] or float [N] */
     const uint16_t *zero;        /* half [N][G] */
 };
@@ -389,8 +439,9 @@ static struct inputs prepare(const struct matrix *m, const float *x, int T, void
 static void row(const struct matrix *m, ptrdiff_t n, const struct inputs *in, float *scales, float *y) {
     const ptrdiff_t K = m->K;
     if (!m->group) {
-        chosen.int8((const int8_t *)m->codes[0] + n * K, in->x, K, in->T, y);
-        for (int t = 0; t < in->T; t++) y[t] *= ((const float *)m->scale)[n];
+        chosen.plain[m->format](m->codes[0] + n * K * (m->format == INT8 ? 1 : 2), in->x, K, in->T, y);
+        if (m->format == INT8)
+            for (int t = 0; t < in->T; t++) y[t] *= ((const float *)m->scale)[n];
         return;
     }
     const ptrdiff_t G = K / m->group;
@@ -406,8 +457,8 @@ static void row(const struct matrix *m, ptrdiff_t n, const struct inputs *in, fl
 
 static ptrdiff_t room(const struct matrix *m) { return m->group ? m->K / m->group : 1; }
 
-/* y [T][N] = x [T][K] times the matrix, T <= TOKENS. */
-static void linear(const struct matrix *m, const float *x, int T, float *y, void *scratch) {
+/* y [T][N] = x [T][K] times the matrix, T <= TOKENS, rounded to a 16-bit format if there is one. */
+static void linear(const struct matrix *m, const float *x, int T, float *y, int round, void *scratch) {
     const struct inputs in = prepare(m, x, T, scratch);
 #pragma omp parallel
     {
@@ -415,13 +466,13 @@ static void linear(const struct matrix *m, const float *x, int T, float *y, void
 #pragma omp for schedule(static)
         for (ptrdiff_t n = 0; n < m->N; n++) {
             row(m, n, &in, scales, acc);
-            for (int t = 0; t < T; t++) y[t * m->N + n] = acc[t];
+            for (int t = 0; t < T; t++) y[t * m->N + n] = rounded(acc[t], round);
         }
     }
 }
 
-/* y [T][N / 2] = silu(first half of the rows) * second half, T <= TOKENS. */
-static void swiglu(const struct matrix *m, const float *x, int T, float *y, void *scratch) {
+/* y [T][N / 2] = silu(first half of the rows) * second half, T <= TOKENS; `round` as torch rounds after each operation. */
+static void swiglu(const struct matrix *m, const float *x, int T, float *y, int round, void *scratch) {
     const struct inputs in = prepare(m, x, T, scratch);
     const ptrdiff_t I = m->N / 2;
 #pragma omp parallel
@@ -431,7 +482,10 @@ static void swiglu(const struct matrix *m, const float *x, int T, float *y, void
         for (ptrdiff_t n = 0; n < I; n++) {
             row(m, n, &in, scales, gate);
             row(m, I + n, &in, scales, up);
-            for (int t = 0; t < T; t++) y[t * I + n] = gate[t] / (1 + expf(-gate[t])) * up[t];
+            for (int t = 0; t < T; t++) {
+                const float g = rounded(gate[t], round);
+                y[t * I + n] = rounded(rounded(g / (1 + expf(-g)), round) * rounded(up[t], round), round);
+            }
         }
     }
 }
@@ -441,16 +495,17 @@ int apex_linear(const struct matrix *m, const float *x, ptrdiff_t T, float *y) {
     void *scratch = malloc(scratch_bytes(m, T < TOKENS ? (int)T : TOKENS));
     if (!scratch) return -1;
     for (ptrdiff_t t = 0; t < T; t += TOKENS)
-        linear(m, x + t * m->K, (int)(T - t < TOKENS ? T - t : TOKENS), y + t * m->N, scratch);
+        linear(m, x + t * m->K, (int)(T - t < TOKENS ? T - t : TOKENS), y + t * m->N, 0, scratch);
     free(scratch);
     return 0;
 }
 
 /* Experts with SwiGLU (rows of up: all gates, then all ups; silu) for the tokens routed to them.
  * The i-th expert, experts[slots[i]], serves the pairs first[i] .. first[i + 1]:
- * out[rows[j]] [H] = gates[rows[j]] * expert(x[tokens[j]]). Returns 0, or -1 without memory. */
+ * out[rows[j]] [H] = gates[rows[j]] * expert(x[tokens[j]]). `round`: the 16-bit format of the activations, 0 for float.
+ * Returns 0, or -1 without memory. */
 int apex_swiglu_experts(const struct expert *experts, const int64_t *slots, ptrdiff_t count, const int64_t *first,
-                        const int64_t *tokens, const int64_t *rows, const float *gates, const float *x, float *out) {
+                        const int64_t *tokens, const int64_t *rows, const float *gates, const float *x, int round, float *out) {
     if (!count) return 0;
     const ptrdiff_t H = experts[slots[0]].up.K, I = experts[slots[0]].down.K;
     int64_t most = 0;
@@ -466,8 +521,8 @@ int apex_swiglu_experts(const struct expert *experts, const int64_t *slots, ptrd
         for (int64_t j = first[i]; j < first[i + 1]; j += TOKENS) {
             const int T = (int)(first[i + 1] - j < TOKENS ? first[i + 1] - j : TOKENS);
             for (int t = 0; t < T; t++) memcpy(in + t * H, x + tokens[j + t] * H, (size_t)H * sizeof(float));
-            swiglu(&experts[slots[i]].up, in, T, hidden, scratch);
-            linear(&experts[slots[i]].down, hidden, T, y, scratch);
+            swiglu(&experts[slots[i]].up, in, T, hidden, round, scratch);
+            linear(&experts[slots[i]].down, hidden, T, y, round, scratch);
             for (int t = 0; t < T; t++)
                 for (ptrdiff_t h = 0; h < H; h++) out[rows[j + t] * H + h] = gates[rows[j + t]] * y[t * H + h];
         }

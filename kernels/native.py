@@ -5,7 +5,8 @@ For a group of inputs with absmax m, a = m / 127 and xi = round(x / a), a matrix
     y = sum over groups of  scale * a * (sum of q * xi - zero * sum of xi)
 
 which is the product of the dequantized matrix with the rounded inputs a * xi: `Reference(..., round_inputs=True)` is its truth.
-INT8 twins keep float inputs.
+INT8 and 16-bit twins keep float inputs. 16-bit twins are computed here for a few tokens only (torch's matrix products win above),
+rounding where torch rounds: after each matrix, the activation and the product, to the dtype of `x`.
 
 Instruction sets, the best chosen when the library is loaded: avx512-vnni, avx2, neon, generic.
 
@@ -26,7 +27,11 @@ from torch import Tensor
 
 from apex_engine.kernels.layout import MATRICES, RAW, Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Routed
+from apex_engine.kernels.reference import Activation, Reference, Routed
+
+MOST_TOKENS = 4  # of one expert, for a 16-bit twin
+FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
+ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class Matrix(ctypes.Structure):
@@ -37,6 +42,7 @@ class Matrix(ctypes.Structure):
         ("k", ctypes.c_ssize_t),
         ("group", ctypes.c_ssize_t),
         ("bits", ctypes.c_ssize_t),
+        ("format", ctypes.c_ssize_t),
         ("codes", ctypes.c_void_p * 2),
         ("scale", ctypes.c_void_p),
         ("zero", ctypes.c_void_p),
@@ -70,22 +76,29 @@ def select(isa: str | None = None) -> str | None:
 
 
 class NativeKernel:
-    """Experts of a pool of quantized twins on the CPU."""
+    """Experts of a pool on the CPU."""
 
     def __init__(self, layout: Layout, memory: Tensor) -> None:
-        """`memory`: uint8 `[S, stride]` on the CPU. Raises ValueError for a layout with 16-bit matrices."""
-        if layout.up.name in RAW or layout.down.name in RAW:
-            raise ValueError("16-bit matrices are torch's own")
+        """`memory`: uint8 `[S, stride]` on the CPU."""
         lib = library()
         assert lib is not None
         self.name = f"native {select()}"
         self._lib, self._layout = lib, layout
         self._memory = memory  # the structs below point into it
+        self._raw = layout.up.name in RAW
+        self._torch = Reference(layout, memory)
         self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr()) for row in memory))
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
+        if self._raw:
+            unlike = not activation.swiglu or activation.finish is not None or bool(self._layout.shape.bias)
+            # Each expert by itself: what else is in the call depends on what is resident.
+            to_torch = np.diff(routed.first) > (0 if unlike or x.dtype not in ROUND else MOST_TOKENS)
+            if to_torch.any():
+                self._torch(x, *_some(slots, routed, to_torch), gates, activation, out)
+                slots, routed = _some(slots, routed, ~to_torch)
         x32 = x.float().contiguous()
         if not activation.swiglu or activation.finish or self._layout.shape.bias:
             self._unfused(x32, slots, routed, gates, activation, out)
@@ -99,6 +112,7 @@ class NativeKernel:
             _address(routed.rows),
             ctypes.c_void_p(gates.data_ptr()),
             ctypes.c_void_p(x32.data_ptr()),
+            ROUND[x.dtype] if self._raw else 0,
             ctypes.c_void_p(out.data_ptr()),
         )
         if failed:
@@ -133,11 +147,24 @@ def _expert(layout: Layout, base: int) -> Expert:
     matrices = []
     for matrix in MATRICES:
         form = layout.format(matrix)
-        names = [f"{matrix}.codes{i}" for i in range(len(PLANES[form.bits]))] if form.grouped else [f"{matrix}.codes"]
+        if form.grouped:
+            names = [f"{matrix}.codes{i}" for i in range(len(PLANES[form.bits]))]
+        else:
+            names = [f"{matrix}.weight" if form.name in RAW else f"{matrix}.codes"]
         codes = (ctypes.c_void_p * 2)(*(at[name] for name in names))
-        zero = at.get(f"{matrix}.zero", 0)
-        matrices.append(Matrix(*layout.shape.matrix(matrix), form.group, form.bits, codes, at[f"{matrix}.scale"], zero))
+        scale, zero = (at.get(f"{matrix}.{part}", 0) for part in ("scale", "zero"))
+        n, k = layout.shape.matrix(matrix)
+        matrices.append(Matrix(n, k, form.group, form.bits, FORMATS.get(form.name, 0), codes, scale, zero))
     return Expert(*matrices)
+
+
+def _some(slots: Sequence[int], routed: Routed, chosen: NDArray[np.bool_]) -> tuple[list[int], Routed]:
+    """The experts `chosen` and their pairs."""
+    counts = np.diff(routed.first)
+    pairs = np.repeat(chosen, counts)
+    first = np.concatenate([[0], np.cumsum(counts[chosen])])
+    kept = [slot for slot, keep in zip(slots, chosen.tolist(), strict=True) if keep]
+    return kept, Routed(first, routed.tokens[pairs], routed.rows[pairs])
 
 
 def _address(array: NDArray[np.int64]) -> ctypes.c_void_p:

@@ -14,14 +14,18 @@ from apex_engine.vocabulary import ApexError
 KERNELS = ("auto", "torch", "native", "numba", "triton")
 
 
-def pick(name: str, layout: Layout, memory: Tensor) -> Kernel:
+def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> Kernel:
     """The kernel `name` for slots `memory`, uint8 `[S, stride]`; "auto": the fastest for this layout that the machine has.
 
-    16-bit twins on a CPU are torch's own in any case, and so are INT8 twins with "numba". Raises ApexError where the
+    `bit_equal`: with "auto", take for a 16-bit twin the one whose sums are transformers' own to the last bit, torch, because in
+    16-bit activations the last bit decides between likeliest tokens now and then.
+
+    With "numba", INT8 and 16-bit twins are torch's own. Raises ApexError where the
     machine does not have the kernel asked for.
     """
-    raw = layout.up.name in RAW
     on_cpu = memory.device.type == "cpu"
+    if name == "auto" and bit_equal and layout.up.name in RAW:
+        name = "torch"
     if name == "auto":
         name = _fastest(on_cpu)
     if name == "triton":
@@ -30,7 +34,7 @@ def pick(name: str, layout: Layout, memory: Tensor) -> Kernel:
         from apex_engine.kernels.gpu import TritonKernel  # triton is there on Linux only
 
         return TritonKernel(layout, memory)
-    if name == "native" and not raw:
+    if name == "native":
         if not on_cpu or not select():
             raise ApexError(
                 "kernels native need a CPU and a C compiler when apex-engine is installed: use --kernels auto"
@@ -47,5 +51,5 @@ def pick(name: str, layout: Layout, memory: Tensor) -> Kernel:
 
 def _fastest(on_cpu: bool) -> str:
     if not on_cpu:
-        return "triton" if find_spec("triton") else "torch"
+        return "torch"  # until `make gpu-check` has passed on a device; "triton" can be asked for
     return "native" if select() else "numba" if find_spec("numba") else "torch"

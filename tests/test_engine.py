@@ -468,6 +468,7 @@ class TestTrouble:
 
 
 def test_a_model_that_is_dropped_closes_its_files(tiny):
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     model = apex_engine.load(tiny()[1])
     model(some_ids())
