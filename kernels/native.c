@@ -137,9 +137,8 @@ AVX512 static void plane_row_avx512(const uint8_t *codes, ptrdiff_t bytes, int p
                                     float *acc) {
     const int shifts = 8 / p;
     const __m512i mask = _mm512_set1_epi8((char)((1 << p) - 1));
-    int lane[16];
-    for (int i = 0; i < 16; i++) lane[i] = (int)(4 * i / b);
-    const __m512i spread = _mm512_loadu_si512(lane);
+    const __m512i first = _mm512_set_epi32(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+    const __m512i spread = _mm512_srl_epi32(first, _mm_cvtsi32_si128(__builtin_ctzll((unsigned long long)b))); /* / b */
     const ptrdiff_t per_block = b < BLOCK ? BLOCK / b : 1; /* groups a block; b > BLOCK does not occur (group <= 256) */
     __m512 sums[TOKENS];
     for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_ps();
@@ -187,12 +186,9 @@ AVX2 static void plane_row_avx2(const uint8_t *codes, ptrdiff_t bytes, int p, pt
         const uint8_t *from = codes + i;
         if (bytes - i < 32) from = memcpy(tail, from, (size_t)(bytes - i));
         const __m256i packed = _mm256_loadu_si256((const __m256i *)from);
-        int lane[8];
-        for (int j = 0; j < 8; j++) { /* lanes beyond the row have zero codes: any group of the row will do */
-            const ptrdiff_t g = (i + 4 * j) / b;
-            lane[j] = (int)(g < G ? g : G - 1);
-        }
-        const __m256i where = _mm256_loadu_si256((const __m256i *)lane);
+        const __m256i byte = _mm256_add_epi32(_mm256_set1_epi32((int)i), _mm256_set_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+        __m256i where = _mm256_srl_epi32(byte, _mm_cvtsi32_si128(__builtin_ctzll((unsigned long long)b))); /* / b */
+        where = _mm256_min_epi32(where, _mm256_set1_epi32((int)G - 1)); /* lanes beyond the row have zero codes */
         const __m256 w = _mm256_i32gather_ps(scale, where, 4);
         const int8_t *xi = x + (i / BLOCK) * BLOCK * shifts + i % BLOCK;
         for (int t = 0; t < T; t++, xi += xstride) {
