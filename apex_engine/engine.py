@@ -189,7 +189,7 @@ class Engine:
             raise ApexError("the engine of this model was closed: load the checkpoint again")
         if self._cache is None or self._loader is None:
             self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, x.device)
-            bit_equal = self.config.mode == "exact" and x.dtype != torch.float32
+            bit_equal = self.config.mode != "adaptive" and x.dtype != torch.float32
             self._kernels = {
                 precision: pick(self.config.kernels, pool.layout, pool.memory, bit_equal)
                 for precision, pool in self._cache.pools.items()

@@ -191,8 +191,9 @@ picks when given this layer's router input.
 
 ## Speed
 
-One prompt, 64 new tokens, greedy; median of {repeats} runs in turns; the ratio is the median of the pairs. In `exact` mode with
-16-bit activations the engine keeps torch's own sums, so that the tokens are transformers' to the last one.
+One prompt, 64 new tokens, greedy; median of {repeats} runs in turns; the ratio is the median of the pairs. In `exact` and
+`deterministic` mode with 16-bit activations the engine keeps torch's own sums for HIGH twins, so that tokens do not depend on the
+order of a sum.
 
 {speed}
 

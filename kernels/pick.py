@@ -17,8 +17,8 @@ KERNELS = ("auto", "torch", "native", "numba", "triton")
 def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> Kernel:
     """The kernel `name` for slots `memory`, uint8 `[S, stride]`; "auto": the fastest for this layout that the machine has.
 
-    `bit_equal`: with "auto", take for a 16-bit twin the one whose sums are transformers' own to the last bit, torch, because in
-    16-bit activations the last bit decides between likeliest tokens now and then.
+    `bit_equal`: with "auto", take for a 16-bit twin the one whose sums are transformers' own to the last bit in any batch, torch,
+    because in 16-bit activations the last bit decides between likeliest tokens now and then.
 
     With "numba", INT8 and 16-bit twins are torch's own. Raises ApexError where the
     machine does not have the kernel asked for.

@@ -189,9 +189,10 @@ class TestDeterministic:
         assert torch.equal(greedy(used, prompt, 24), tokens)
         assert torch.equal(used(prompt).logits, logits)
 
-    def test_nor_on_the_batch(self, bundled_apex):
-        model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="25%")
-        prompts = torch.randint(2, 4096, (4, 16))
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_nor_on_the_batch(self, bundled_apex, dtype):
+        model = apex_engine.load(bundled_apex, dtype=dtype, mode="deterministic", memory="25%")
+        prompts = torch.randint(2, 4096, (8, 16))
         together = greedy(model, prompts, 12)
         for prompt, tokens in zip(prompts, together, strict=True):
             assert torch.equal(greedy(model, prompt[None], 12)[0], tokens)
