@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apex_engine.kernels.layout import Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Routed
+from apex_engine.kernels.reference import Activation, Routed, one_by_one
 
 HALF = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # float16 bits -> float32
 
@@ -39,16 +39,10 @@ class JitKernel:
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
-        tokens, rows = torch.from_numpy(routed.tokens), torch.from_numpy(routed.rows)
-        for i, slot in enumerate(slots):
-            pairs = slice(int(routed.first[i]), int(routed.first[i + 1]))
-            if pairs.start == pairs.stop:
-                continue
-            hidden = activation.apply(self.linear(x[tokens[pairs]].float(), slot, "up"))
-            y = self.linear(hidden, slot, "down")
-            if activation.finish:
-                y = activation.finish(y)
-            out[rows[pairs]] = y.float() * gates[rows[pairs], None]
+        one_by_one(
+            lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
+            x.float(), slots, routed, gates, activation, out,
+        )  # fmt: skip
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""

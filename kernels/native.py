@@ -27,7 +27,7 @@ from torch import Tensor
 
 from apex_engine.kernels.layout import MATRICES, RAW, Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Reference, Routed
+from apex_engine.kernels.reference import Activation, Reference, Routed, one_by_one
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
@@ -92,16 +92,21 @@ class NativeKernel:
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
+        fused = activation.swiglu and activation.finish is None and not self._layout.shape.bias
         if self._raw:
-            unlike = not activation.swiglu or activation.finish is not None or bool(self._layout.shape.bias)
             # Each expert by itself: what else is in the call depends on what is resident.
-            to_torch = np.diff(routed.first) > (0 if unlike or x.dtype not in ROUND else MOST_TOKENS)
+            to_torch = np.diff(routed.first) > (MOST_TOKENS if fused and x.dtype in ROUND else 0)
             if to_torch.any():
                 self._torch(x, *_some(slots, routed, to_torch), gates, activation, out)
                 slots, routed = _some(slots, routed, ~to_torch)
+        if not slots:
+            return
         x32 = x.float().contiguous()
-        if not activation.swiglu or activation.finish or self._layout.shape.bias:
-            self._unfused(x32, slots, routed, gates, activation, out)
+        if not fused:
+            one_by_one(
+                lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
+                x32, slots, routed, gates, activation, out,
+            )  # fmt: skip
             return
         failed = self._lib.apex_swiglu_experts(
             self._experts,
@@ -117,18 +122,6 @@ class NativeKernel:
         )
         if failed:
             raise MemoryError
-
-    def _unfused(
-        self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
-    ) -> None:
-        tokens, rows = torch.from_numpy(routed.tokens), torch.from_numpy(routed.rows)
-        for i, slot in enumerate(slots):
-            pairs = slice(int(routed.first[i]), int(routed.first[i + 1]))
-            hidden = activation.apply(self.linear(x[tokens[pairs]], slot, "up"))
-            y = self.linear(hidden, slot, "down")
-            if activation.finish:
-                y = activation.finish(y)
-            out[rows[pairs]] = y.float() * gates[rows[pairs], None]
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""

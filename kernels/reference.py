@@ -89,21 +89,36 @@ class Reference:
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
-        first, one_token = routed.first.tolist(), len(x) == 1
-        tokens, rows = torch.from_numpy(routed.tokens).to(x.device), torch.from_numpy(routed.rows).to(x.device)
-        for i, slot in enumerate(slots):
-            pairs = slice(first[i], first[i + 1])
-            if pairs.start == pairs.stop:
-                continue
-            some = x if one_token else x[tokens[pairs]]
-            y = expert_ffn(some, self._views[slot], self._layout, activation.apply, self._round)
-            if activation.finish:
-                y = activation.finish(y)
-            if one_token:  # decoding: small tensors cost what their calls cost, so nothing is gathered or scattered
-                row = int(routed.rows[first[i]])
-                torch.mul(y[0].float(), gates[row], out=out[row])
-            else:
-                out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
+        def expert(some: Tensor, slot: int) -> Tensor:
+            return expert_ffn(some, self._views[slot], self._layout, activation.apply, self._round)
+
+        one_by_one(expert, x, slots, routed, gates, activation, out)
+
+
+def one_by_one(
+    expert: Callable[[Tensor, int], Tensor],
+    x: Tensor,
+    slots: Sequence[int],
+    routed: Routed,
+    gates: Tensor,
+    activation: Activation,
+    out: Tensor,
+) -> None:
+    """A `Kernel` call by way of `expert`, which maps its tokens `[M, H]` and a slot to its outputs `[M, H]`, before the norm."""
+    first, one_token = routed.first.tolist(), len(x) == 1
+    tokens, rows = torch.from_numpy(routed.tokens).to(x.device), torch.from_numpy(routed.rows).to(x.device)
+    for i, slot in enumerate(slots):
+        pairs = slice(first[i], first[i + 1])
+        if pairs.start == pairs.stop:
+            continue
+        y = expert(x if one_token else x[tokens[pairs]], slot)
+        if activation.finish:
+            y = activation.finish(y)
+        if one_token:  # decoding: small tensors cost what their calls cost, so nothing is gathered or scattered
+            row = int(routed.rows[first[i]])
+            torch.mul(y[0].float(), gates[row], out=out[row])
+        else:
+            out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
 
 
 def expert_ffn(

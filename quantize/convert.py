@@ -129,7 +129,7 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
             layers=tuple(
                 LayerEntry(layer.number, layer.module, *_file_names(layer, high, low)) for layer in source.layers
             ),
-            dense_bytes=sum(source.tensors[key].nbytes for key in source.dense),
+            dense_bytes=source.dense_bytes,
             files={**journal.files, **others},
             errors=_summary(journal.errors),
         )
@@ -269,8 +269,7 @@ def _copy_rest(
     if len(plan) > 1:
         weight_map = {tensor: file for file, tensors in plan.items() for tensor in tensors}
         weight_map[guard_name(source.layers[0].module)] = list(plan)[-1]
-        total = sum(source.tensors[key].nbytes for key in source.dense)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": source.dense_bytes}, "weight_map": weight_map}
         written["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
     for file, content in written.items():
         with atomic_path(folder / file) as part:

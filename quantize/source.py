@@ -174,6 +174,10 @@ class Source:
             )
         self.layers = self._layers(modules, self._sort_tensors(modules))
 
+    @property
+    def dense_bytes(self) -> int:
+        return sum(self.tensors[name].nbytes for name in self.dense)
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over the config, every tensor's name, dtype and shape, and samples of every shard's bytes."""
