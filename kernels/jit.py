@@ -18,11 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apex_engine.kernels.layout import Layout
+from apex_engine.kernels.layout import MATRICES, Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Routed, one_by_one
+from apex_engine.kernels.reference import Activation, Routed, Views, one_by_one
 
-HALF = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)  # float16 bits -> float32
+TILE = 32  # rows that a thread takes at once
 
 
 class JitKernel:
@@ -35,6 +35,7 @@ class JitKernel:
         self.name = "numba"
         self._layout = layout
         self._views = [layout.views(slot) for slot in memory]
+        self._arrays = [{matrix: _arrays(views, matrix, layout) for matrix in MATRICES} for views in self._views]
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
@@ -46,77 +47,128 @@ class JitKernel:
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
-        form, views = self._layout.format(matrix), self._views[slot]
-        scale, zero = (
-            views[f"{matrix}.{part}"].view(torch.int16).numpy().view(np.uint16) for part in ("scale", "zero")
-        )
-        xi, xscale = _quantize(x.numpy(), form.group)
-        y = np.zeros((len(x), scale.shape[0]), np.float32)
-        _offsets(scale, zero, HALF, xscale * xi.sum(2, dtype=np.int32), y)
-        weight = 1.0
-        for i, width in enumerate(PLANES[form.bits]):
-            codes = views[f"{matrix}.codes{i}"].numpy()
-            _plane(codes, width, form.group, xi, xscale, scale, HALF, np.float32(weight), y)
-            weight *= 1 << width
+        form = self._layout.format(matrix)
+        codes, scale, zero = self._arrays[slot][matrix]
+        if form.bits == 2 and form.group == 64:
+            y = _int2(codes[0], scale, zero, x.numpy())
+        else:
+            xi, xscale, xsum = _quantize(x.numpy(), form.group)
+            y = np.empty((len(x), len(scale)), np.float32)
+            _offsets(scale, zero, xsum, y)
+            weight = 1
+            for plane, width in zip(codes, PLANES[form.bits], strict=True):
+                _plane(plane, width, form.group, xi, xscale, scale, np.float32(weight), y)
+                weight <<= width
         result = torch.from_numpy(y)
-        return result + views[f"{matrix}.bias"] if self._layout.shape.bias else result
+        return result + self._views[slot][f"{matrix}.bias"] if self._layout.shape.bias else result
 
 
-def _quantize(x: NDArray[np.float32], group: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """float32 `[M, K]` -> int8 `[M, G, group]` and its scales `[M, G]`."""
-    grouped = x.reshape(len(x), -1, group)
-    most = np.abs(grouped).max(2)
-    inverse = np.divide(127, most, out=np.zeros_like(most), where=most > 0)
-    return np.rint(grouped * inverse[..., None]).astype(np.int8), most / np.float32(127)
+def _arrays(views: Views, matrix: str, layout: Layout) -> tuple[list[NDArray], NDArray, NDArray]:
+    """Codes of each plane, and the bits of scale and zero, which numba has no type for."""
+    codes = [views[f"{matrix}.codes{i}"].numpy() for i in range(len(PLANES[layout.format(matrix).bits]))]
+    scale, zero = (views[f"{matrix}.{part}"].view(torch.int16).numpy().view(np.uint16) for part in ("scale", "zero"))
+    return codes, scale, zero
+
+
+@numba.njit(cache=True)
+def _quantize(x, group):  # noqa: ANN001, ANN202
+    """float32 `[M, K]` -> int8 `[M, G, group]`, its scales `[M, G]`, and scale * sum `[M, G]`."""
+    M, G = x.shape[0], x.shape[1] // group
+    xi = np.empty((M, G, group), np.int8)
+    scale, total = np.empty((M, G), np.float32), np.empty((M, G), np.float32)
+    for m in range(M):
+        for g in range(G):
+            some = x[m, g * group : (g + 1) * group]
+            most = np.float32(0)
+            for k in range(group):
+                most = max(most, abs(some[k]))
+            inverse = np.float32(127) / most if most > 0 else np.float32(0)
+            count = np.int32(0)
+            for k in range(group):
+                xi[m, g, k] = np.int8(np.rint(some[k] * inverse))
+                count = np.int32(count + np.int32(xi[m, g, k]))
+            scale[m, g] = most / np.float32(127)
+            total[m, g] = scale[m, g] * np.float32(count)
+    return xi, scale, total
+
+
+@numba.njit(cache=True, inline="always")
+def _floats(halves, floats):  # noqa: ANN001, ANN202
+    """Bits of float16 to float32; a scale or a zero is neither infinite nor NaN."""
+    bits = floats.view(np.uint32)
+    for g in range(len(halves)):
+        sign = np.uint32(np.uint32(halves[g] & np.uint16(0x8000)) << np.uint32(16))
+        bits[g] = np.uint32(np.uint32(np.uint32(halves[g] & np.uint16(0x7FFF)) << np.uint32(13)) | sign)
+    for g in range(len(halves)):
+        floats[g] *= np.float32(2.0**112)
 
 
 @numba.njit(parallel=True, fastmath=True, cache=True)
-def _offsets(scale, zero, half, xsum, y):  # noqa: ANN001, ANN202
-    """y[m, n] -= sum over g of scale[n, g] * zero[n, g] * xsum[m, g]."""
-    for n in numba.prange(scale.shape[0]):
-        for g in range(scale.shape[1]):
-            offset = half[scale[n, g]] * half[zero[n, g]]
+def _int2(codes, scale, zero, x):  # noqa: ANN001, ANN202
+    """The matrix of two-bit codes in groups of 64 times the inputs.
+
+    Byte j of a group holds the codes j, j + 16, j + 32, j + 48: sixteen lanes keep their own sums over a row, in 16 bits within
+    a group (4 * 3 * 127 fits), so that nothing is summed across lanes before the row ends.
+    """
+    N, G = scale.shape
+    xi, xscale, xsum = _quantize(x, 64)
+    y = np.empty((len(x), N), np.float32)
+    for tile in numba.prange((N + TILE - 1) // TILE):
+        s, z, lanes = np.empty(G, np.float32), np.empty(G, np.float32), np.empty(16, np.float32)
+        for n in range(tile * TILE, min(N, tile * TILE + TILE)):
+            row = codes[n]
+            _floats(scale[n], s)
+            _floats(zero[n], z)
             for m in range(y.shape[0]):
-                y[m, n] -= offset * xsum[m, g]
+                offset = np.float32(0)
+                for g in range(G):
+                    offset += s[g] * z[g] * xsum[m, g]
+                lanes[:] = 0
+                for g in range(G):
+                    w = s[g] * xscale[m, g]
+                    for j in range(16):
+                        q = row[16 * g + j]
+                        dot = np.int16(np.int16(q & np.uint8(3)) * np.int16(xi[m, g, j]))
+                        q1, q2, q3 = np.uint8(q >> np.uint8(2)), np.uint8(q >> np.uint8(4)), np.uint8(q >> np.uint8(6))
+                        dot = np.int16(dot + np.int16(np.int16(q1 & np.uint8(3)) * np.int16(xi[m, g, 16 + j])))
+                        dot = np.int16(dot + np.int16(np.int16(q2 & np.uint8(3)) * np.int16(xi[m, g, 32 + j])))
+                        dot = np.int16(dot + np.int16(np.int16(q3) * np.int16(xi[m, g, 48 + j])))
+                        lanes[j] += w * np.float32(dot)
+                y[m, n] = lanes.sum() - offset
+    return y
 
 
 @numba.njit(parallel=True, fastmath=True, cache=True)
-def _plane(codes, width, group, xi, xscale, scale, half, weight, y):  # noqa: ANN001, ANN202
-    """y[m, n] += weight * sum over g of scale[n, g] * xscale[m, g] * (codes of the plane times xi)."""
+def _offsets(scale, zero, xsum, y):  # noqa: ANN001, ANN202
+    """y[m, n] = - sum over g of scale[n, g] * zero[n, g] * xsum[m, g]."""
+    N, G = scale.shape
+    for n in numba.prange(N):
+        s, z = np.empty(G, np.float32), np.empty(G, np.float32)
+        _floats(scale[n], s)
+        _floats(zero[n], z)
+        for m in range(y.shape[0]):
+            offset = np.float32(0)
+            for g in range(G):
+                offset += s[g] * z[g] * xsum[m, g]
+            y[m, n] = -offset
+
+
+@numba.njit(parallel=True, fastmath=True, cache=True)
+def _plane(codes, width, group, xi, xscale, scale, weight, y):  # noqa: ANN001, ANN202
+    """y[m, n] += weight * sum over g of scale[n, g] * xscale[m, g] * (codes of the plane times xi), codes of any width."""
+    N, G = scale.shape
     b = group * width // 8
-    for n in numba.prange(scale.shape[0]):
+    mask = np.uint8((1 << width) - 1)
+    for n in numba.prange(N):
+        s = np.empty(G, np.float32)
+        _floats(scale[n], s)
         for m in range(y.shape[0]):
             total = np.float32(0)
-            for g in range(scale.shape[1]):
-                dot = _dot2(codes[n], xi[m, g], g * b, b) if width == 2 else _dot(codes[n], xi[m, g], g * b, b, width)
-                total += half[scale[n, g]] * xscale[m, g] * np.float32(dot)
+            for g in range(G):
+                dot = np.int32(0)
+                for shift in range(8 // width):
+                    for j in range(b):
+                        q = np.uint8(np.uint8(codes[n, g * b + j] >> np.uint8(shift * width)) & mask)
+                        dot = np.int32(dot + np.int32(np.int32(q) * np.int32(xi[m, g, shift * b + j])))
+                total += s[g] * xscale[m, g] * np.float32(dot)
             y[m, n] += weight * total
-
-
-@numba.njit(fastmath=True, cache=True, inline="always")
-def _dot2(codes, x, start, b):  # noqa: ANN001, ANN202
-    """Four codes a byte, each shift a loop of its own over consecutive inputs, which is what LLVM vectorizes."""
-    dot = np.int32(0)
-    three = np.uint8(3)
-    for j in range(b):
-        q = codes[start + j]
-        dot = np.int32(
-            dot
-            + np.int32(np.int32(q & three) * np.int32(x[j]))
-            + np.int32(np.int32(np.uint8(q >> np.uint8(2)) & three) * np.int32(x[b + j]))
-            + np.int32(np.int32(np.uint8(q >> np.uint8(4)) & three) * np.int32(x[2 * b + j]))
-            + np.int32(np.int32(np.uint8(q >> np.uint8(6)) & three) * np.int32(x[3 * b + j]))
-        )
-    return dot
-
-
-@numba.njit(fastmath=True, cache=True, inline="always")
-def _dot(codes, x, start, b, width):  # noqa: ANN001, ANN202
-    """Codes of any width."""
-    dot = np.int32(0)
-    mask = np.uint8((1 << width) - 1)
-    for s in range(8 // width):
-        for j in range(b):
-            q = np.uint8(np.uint8(codes[start + j] >> np.uint8(s * width)) & mask)
-            dot = np.int32(dot + np.int32(np.int32(q) * np.int32(x[s * b + j])))
-    return dot

@@ -18,6 +18,10 @@
 
 #define BLOCK 64 /* bytes of codes handled at once; activations are arranged for it on every machine */
 #define TOKENS 16
+#define MOST_GROUP 256
+#define TILE 32  /* rows that a thread takes at once */
+#define AHEAD 2048 /* bytes to prefetch ahead: rows are too short for the processor to see the pattern */
+#define PAIRS 64 /* (token, expert) pairs in the works at once */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,6 +38,11 @@ typedef void (*plane_row)(const uint8_t *codes, ptrdiff_t bytes, int p, ptrdiff_
 /* Scales of one row as floats, and acc[t] = - sum over groups of scale * zero * xsum[t][g]. */
 typedef void (*row_scales)(const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, const float *xsum, int T, float *out,
                            float *acc);
+/* All of it for rows of 2-bit codes in groups of 64, the usual case, where an instruction set has it:
+ * y[t * ystride + n] = row n times the inputs of t. */
+typedef void (*int2_rows)(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, ptrdiff_t rows,
+                          const int8_t *x, ptrdiff_t xstride, const float *xscale, const float *xsum, int T, float *y,
+                          ptrdiff_t ystride);
 /* acc[t] = sum over k of w[k] * x[t][k], for w of int8, bfloat16 or float16. */
 typedef void (*plain_row)(const void *w, const float *x, ptrdiff_t K, int T, float *acc);
 
@@ -169,6 +178,67 @@ AVX512 static void plane_row_avx512(const uint8_t *codes, ptrdiff_t bytes, int p
     for (int t = 0; t < T; t++) acc[t] += _mm512_reduce_add_ps(sums[t]);
 }
 
+/* y[t][r] = R rows of 2-bit codes in groups of 64 times T inputs: four groups a block, sixteen scales at once.
+ * R and T are constants where this is inlined, so that the arrays are registers. */
+AVX512 static inline __attribute__((always_inline)) void int2_some(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero,
+                                                                   ptrdiff_t G, const int8_t *x, ptrdiff_t xstride,
+                                                                   const float *xscale, const float *xsum, const int R, const int T,
+                                                                   float *y, ptrdiff_t ystride) {
+    const __m512i mask = _mm512_set1_epi8(3);
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    __m512 sums[8], w[8];
+    for (int i = 0; i < R * T; i++) sums[i] = _mm512_setzero_ps();
+    for (ptrdiff_t g = 0; g < G; g += 16) {
+        const ptrdiff_t left = G - g < 16 ? G - g : 16;
+        const __mmask16 have = (__mmask16)((1u << left) - 1);
+        for (int r = 0; r < R; r++) {
+            _mm_prefetch((const char *)(scale + r * G + g) + AHEAD / 4, _MM_HINT_T0);
+            _mm_prefetch((const char *)(zero + r * G + g) + AHEAD / 4, _MM_HINT_T0);
+            const __m512 s = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(have, scale + r * G + g));
+            const __m512 offset = _mm512_mul_ps(s, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(have, zero + r * G + g)));
+            for (int t = 0; t < T; t++) {
+                w[r * T + t] = _mm512_mul_ps(s, _mm512_maskz_loadu_ps(have, xscale + t * G + g));
+                sums[r * T + t] = _mm512_fnmadd_ps(offset, _mm512_maskz_loadu_ps(have, xsum + t * G + g), sums[r * T + t]);
+            }
+        }
+        for (ptrdiff_t j = 0; j < left; j += 4) {
+            const __mmask64 bytes = left - j >= 4 ? ~0ull : (1ull << (left - j) * 16) - 1;
+            const __m512i which = _mm512_add_epi32(spread, _mm512_set1_epi32((int)j));
+            for (int r = 0; r < R; r++) {
+                const __m512i packed = _mm512_maskz_loadu_epi8(bytes, codes + (r * G + g + j) * 16);
+                _mm_prefetch((const char *)codes + (r * G + g + j) * 16 + AHEAD, _MM_HINT_T0);
+                const __m512i q0 = _mm512_and_si512(packed, mask), q1 = _mm512_and_si512(_mm512_srli_epi16(packed, 2), mask);
+                const __m512i q2 = _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask);
+                const __m512i q3 = _mm512_and_si512(_mm512_srli_epi16(packed, 6), mask);
+                for (int t = 0; t < T; t++) {
+                    const int8_t *xi = x + t * xstride + (g + j) * 64;
+                    __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), q0, _mm512_loadu_si512(xi));
+                    sum = _mm512_dpbusd_epi32(sum, q1, _mm512_loadu_si512(xi + 64));
+                    sum = _mm512_dpbusd_epi32(sum, q2, _mm512_loadu_si512(xi + 128));
+                    sum = _mm512_dpbusd_epi32(sum, q3, _mm512_loadu_si512(xi + 192));
+                    const __m512 both = _mm512_permutexvar_ps(which, w[r * T + t]);
+                    sums[r * T + t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), both, sums[r * T + t]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int t = 0; t < T; t++) y[t * ystride + r] = _mm512_reduce_add_ps(sums[r * T + t]);
+}
+
+AVX512 static void int2_rows_avx512(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, ptrdiff_t rows,
+                                    const int8_t *x, ptrdiff_t xstride, const float *xscale, const float *xsum, int T, float *y,
+                                    ptrdiff_t ystride) {
+#define SOME(R, N)                                                                                                          \
+    for (; t + N <= T; t += N)                                                                                              \
+        int2_some(codes + n * G * 16, scale + n * G, zero + n * G, G, x + t * xstride, xstride, xscale + t * G, xsum + t * G, \
+                  R, N, y + t * ystride + n, ystride);
+    ptrdiff_t n = 0;
+    for (int t = 0; T == 1 && n + 4 <= rows; n += 4, t = 0) { SOME(4, 1) }
+    for (int t = 0; n < rows; n++, t = 0) { SOME(1, 8) SOME(1, 4) SOME(1, 2) SOME(1, 1) }
+#undef SOME
+}
+
 AVX2 static float sum8(__m256 v) {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     s = _mm_add_ps(s, _mm_movehl_ps(s, s));
@@ -261,6 +331,8 @@ AVX2 static void row_scales_avx2(const uint16_t *scale, const uint16_t *zero, pt
             ptrdiff_t k = 0;                                                                                       \
             for (; k + 4 * LANES <= K; k += 4 * LANES) {                                                           \
                 a = FMA(WEIGHTS(w + k), LOAD(x0 + k), a);                                                          \
+                _mm_prefetch((const char *)(w + k) + AHEAD, _MM_HINT_T0);                                          \
+                if (sizeof(TYPE) * LANES == 32) _mm_prefetch((const char *)(w + k) + AHEAD + 64, _MM_HINT_T0);     \
                 b = FMA(WEIGHTS(w + k + LANES), LOAD(x0 + k + LANES), b);                                          \
                 c = FMA(WEIGHTS(w + k + 2 * LANES), LOAD(x0 + k + 2 * LANES), c);                                  \
                 d = FMA(WEIGHTS(w + k + 3 * LANES), LOAD(x0 + k + 3 * LANES), d);                                  \
@@ -330,23 +402,24 @@ struct isa {
     plane_row plane;
     row_scales scales;
     plain_row plain[PLAIN_FORMATS];
+    int2_rows int2; /* or NULL */
 };
 
-static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
-static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
+static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
 
 /* Takes the named instruction set, or the best for NULL. Returns its name, or NULL where this machine does not have it. */
 const char *apex_select(const char *name) {
 #if defined(__x86_64__)
-    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}};
-    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}};
+    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512};
+    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL};
     __builtin_cpu_init();
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const struct isa *known[] = {has_avx512 ? &avx512 : NULL, has_avx2 ? &avx2 : NULL, &GENERIC};
 #elif defined(__aarch64__)
-    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}};
+    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
     const struct isa *known[] = {&neon, &GENERIC};
 #else
     const struct isa *known[] = {&GENERIC};
@@ -382,118 +455,197 @@ struct inputs {
     float *scale, *sum; /* [T][G] */
 };
 
+static ptrdiff_t groups(const struct matrix *m) { return m->group ? m->K / m->group : 0; }
 static ptrdiff_t arranged_bytes(ptrdiff_t K, int p) { return (K * p / 8 + BLOCK - 1) / BLOCK * BLOCK * (8 / p); }
 
-/* Activations of one token to int8 by groups: xi in the order of plane p, x ~ scale * xi, sum = scale * (sum of xi). */
-static void arrange(const float *x, ptrdiff_t K, ptrdiff_t group, int p, int8_t *xi, float *scale, float *sum) {
-    const ptrdiff_t b = group * p / 8, G = K / group;
-    const int shifts = 8 / p;
-    memset(xi, 0, (size_t)arranged_bytes(K, p));
-    for (ptrdiff_t g = 0; g < G; g++) {
-        const float *xg = x + g * group;
-        float most = 0;
-        for (ptrdiff_t k = 0; k < group; k++) most = fabsf(xg[k]) > most ? fabsf(xg[k]) : most;
-        const float inverse = most > 0 ? 127 / most : 0;
-        int32_t total = 0;
-        for (int s = 0; s < shifts; s++)
-            for (ptrdiff_t j = 0; j < b; j++) {
-                const ptrdiff_t at = g * b + j;
-                const int8_t v = (int8_t)lrintf(xg[s * b + j] * inverse);
-                xi[(at / BLOCK) * BLOCK * shifts + s * BLOCK + at % BLOCK] = v;
-                total += v;
-            }
-        scale[g] = most / 127;
-        sum[g] = scale[g] * (float)total;
+/* A group of activations to int8: v = round(x / scale), nearest even. Returns the sum of v. */
+static int32_t quantize(const float *x, ptrdiff_t group, int8_t *v, float *scale) {
+    uint32_t most_bits = 0, bits;
+    float most, product[MOST_GROUP];
+    for (ptrdiff_t k = 0; k < group; k++) { /* magnitudes compare like their bits, and this way NaN is the largest */
+        memcpy(&bits, x + k, 4);
+        bits &= 0x7fffffff;
+        most_bits = bits > most_bits ? bits : most_bits;
     }
+    memcpy(&most, &most_bits, 4);
+    const float inverse = most > 0 ? 127 / most : 0;
+    for (ptrdiff_t k = 0; k < group; k++) product[k] = x[k] * inverse; /* a loop of its own: not fused with the sum below */
+    int32_t total = 0;
+    for (ptrdiff_t k = 0; k < group; k++) { /* adding 3 * 2^22 leaves the rounded integer in the low bits */
+        const float shifted = product[k] + 0x1.8p23f;
+        memcpy(&bits, &shifted, 4);
+        v[k] = (int8_t)bits;
+        total += (int8_t)bits;
+    }
+    *scale = most / 127;
+    return total;
 }
 
-/* Bytes of scratch that the inputs of a matrix with K columns need. */
-static size_t scratch_bytes(const struct matrix *m, int T) {
-    const ptrdiff_t G = m->group ? m->K / m->group : 0;
-    return (size_t)T * (size_t)(arranged_bytes(m->K, 2) + arranged_bytes(m->K, 1) + arranged_bytes(m->K, 4) +
-                                2 * G * (ptrdiff_t)sizeof(float)) + BLOCK;
-}
-
-static struct inputs prepare(const struct matrix *m, const float *x, int T, void *scratch) {
-    struct inputs in = {.T = T, .x = x, .planes = m->bits == 3 ? 2 : 1, .widths = {m->bits == 4 ? 4 : 2, 1}};
+/* Room for the inputs of T tokens, with those of `x` [T][K] still to be put there by `arrange`. */
+static struct inputs inputs_at(const struct matrix *m, const float *x, int T, void *room) {
+    struct inputs in = {.T = T, .x = x};
     if (!m->group) return in;
-    const ptrdiff_t G = m->K / m->group;
-    in.scale = scratch;
-    in.sum = in.scale + T * G;
-    int8_t *next = (int8_t *)(in.sum + T * G);
+    in.planes = m->bits == 3 ? 2 : 1;
+    in.widths[0] = m->bits == 4 ? 4 : 2, in.widths[1] = 1;
+    in.scale = room;
+    in.sum = in.scale + T * groups(m);
+    int8_t *next = (int8_t *)(in.sum + T * groups(m));
     for (int i = 0; i < in.planes; i++) {
         in.stride[i] = arranged_bytes(m->K, in.widths[i]);
         in.xi[i] = next;
         next += T * in.stride[i];
-        for (int t = 0; t < T; t++)
-            arrange(x + t * m->K, m->K, m->group, in.widths[i], in.xi[i] + t * in.stride[i], in.scale + t * G, in.sum + t * G);
     }
     return in;
 }
 
-/* y[t] = row n times the inputs. scales: room for G floats. */
-static void row(const struct matrix *m, ptrdiff_t n, const struct inputs *in, float *scales, float *y) {
-    const ptrdiff_t K = m->K;
-    if (!m->group) {
-        chosen.plain[m->format](m->codes[0] + n * K * (m->format == INT8 ? 1 : 2), in->x, K, in->T, y);
-        if (m->format == INT8)
-            for (int t = 0; t < in->T; t++) y[t] *= ((const float *)m->scale)[n];
+static size_t room_bytes(const struct matrix *m, int T) {
+    return (size_t)T * (size_t)(arranged_bytes(m->K, 2) + arranged_bytes(m->K, 1) + arranged_bytes(m->K, 4) +
+                                2 * groups(m) * (ptrdiff_t)sizeof(float)) + BLOCK;
+}
+
+/* The inputs of token t to int8 by groups: xi in the order of each plane, x ~ scale * xi, sum = scale * (sum of xi). */
+static void arrange(const struct matrix *m, const struct inputs *in, int t) {
+    const ptrdiff_t group = m->group, G = groups(m);
+    int8_t v[MOST_GROUP];
+    for (int i = 0; i < in->planes; i++) /* a block that is not full ends in zeros */
+        memset(in->xi[i] + (t + 1) * in->stride[i] - BLOCK * (8 / in->widths[i]), 0, (size_t)(BLOCK * (8 / in->widths[i])));
+    for (ptrdiff_t g = 0; g < G; g++) {
+        float *scale = in->scale + t * G + g;
+        const int32_t total = quantize(in->x + t * m->K + g * group, group, v, scale);
+        in->sum[t * G + g] = *scale * (float)total;
+        for (int i = 0; i < in->planes; i++) {
+            const int p = in->widths[i], shifts = 8 / p;
+            const ptrdiff_t b = group * p / 8;
+            int8_t *xi = in->xi[i] + t * in->stride[i];
+            if (b == 16) { /* the usual case, and inside one block */
+                int8_t *at = xi + g * 16 / BLOCK * BLOCK * shifts + g * 16 % BLOCK;
+                for (int s = 0; s < shifts; s++) memcpy(at + s * BLOCK, v + s * 16, 16);
+            } else
+                for (int s = 0; s < shifts; s++)
+                    for (ptrdiff_t j = 0, at = g * b; j < b; j++, at++)
+                        xi[at / BLOCK * BLOCK * shifts + s * BLOCK + at % BLOCK] = v[s * b + j];
+        }
+    }
+}
+
+/* The inputs of `T` tokens from `t` on. */
+static struct inputs part(const struct matrix *m, const struct inputs *in, int t, int T) {
+    struct inputs some = *in;
+    some.T = T;
+    some.x += t * m->K;
+    some.scale += t * groups(m);
+    some.sum += t * groups(m);
+    for (int i = 0; i < in->planes; i++) some.xi[i] += t * in->stride[i];
+    return some;
+}
+
+/* y[t * ystride + i] = row n + i times the inputs, for i < count, T <= TOKENS. */
+static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const struct inputs *in, float *y, ptrdiff_t ystride) {
+    const ptrdiff_t K = m->K, G = groups(m);
+    const int T = in->T;
+    const uint16_t *scale = (const uint16_t *)m->scale + n * G, *zero = m->zero + n * G;
+    if (m->bits == 2 && m->group == 64 && chosen.int2) {
+        chosen.int2(m->codes[0] + n * K / 4, scale, zero, G, count, in->xi[0], in->stride[0], in->scale, in->sum, T, y, ystride);
         return;
     }
-    const ptrdiff_t G = K / m->group;
-    chosen.scales((const uint16_t *)m->scale + n * G, m->zero + n * G, G, in->sum, in->T, scales, y);
-    for (int i = 0; i < in->planes; i++) {
-        const ptrdiff_t b = m->group * in->widths[i] / 8, bytes = K * in->widths[i] / 8;
-        const plane_row plane = b % 4 || b > BLOCK ? plane_row_generic : chosen.plane;
-        float acc[TOKENS] = {0};
-        plane(m->codes[i] + n * bytes, bytes, in->widths[i], b, in->xi[i], in->stride[i], scales, in->scale, G, in->T, acc);
-        for (int t = 0; t < in->T; t++) y[t] += i ? 4 * acc[t] : acc[t]; /* the high plane of three bits counts fours */
-    }
-}
-
-static ptrdiff_t room(const struct matrix *m) { return m->group ? m->K / m->group : 1; }
-
-/* y [T][N] = x [T][K] times the matrix, T <= TOKENS, rounded to a 16-bit format if there is one. */
-static void linear(const struct matrix *m, const float *x, int T, float *y, int round, void *scratch) {
-    const struct inputs in = prepare(m, x, T, scratch);
-#pragma omp parallel
-    {
-        float scales[room(m)], acc[TOKENS];
-#pragma omp for schedule(static)
-        for (ptrdiff_t n = 0; n < m->N; n++) {
-            row(m, n, &in, scales, acc);
-            for (int t = 0; t < T; t++) y[t * m->N + n] = rounded(acc[t], round);
+    float scales[G + 1], sums[TOKENS];
+    for (ptrdiff_t i = 0; i < count; i++, scale += G, zero += G, n++) {
+        if (m->group) chosen.scales(scale, zero, G, in->sum, T, scales, sums);
+        else chosen.plain[m->format](m->codes[0] + n * K * (m->format == INT8 ? 1 : 2), in->x, K, T, sums);
+        for (int j = 0; j < in->planes; j++) {
+            const ptrdiff_t b = m->group * in->widths[j] / 8, bytes = K * in->widths[j] / 8;
+            const plane_row plane = b % 4 || b > BLOCK ? plane_row_generic : chosen.plane;
+            float acc[TOKENS] = {0};
+            plane(m->codes[j] + n * bytes, bytes, in->widths[j], b, in->xi[j], in->stride[j], scales, in->scale, G, T, acc);
+            for (int t = 0; t < T; t++) sums[t] += j ? 4 * acc[t] : acc[t]; /* the high plane of three bits counts fours */
         }
-    }
-}
-
-/* y [T][N / 2] = silu(first half of the rows) * second half, T <= TOKENS; `round` as torch rounds after each operation. */
-static void swiglu(const struct matrix *m, const float *x, int T, float *y, int round, void *scratch) {
-    const struct inputs in = prepare(m, x, T, scratch);
-    const ptrdiff_t I = m->N / 2;
-#pragma omp parallel
-    {
-        float scales[room(m)], gate[TOKENS], up[TOKENS];
-#pragma omp for schedule(static)
-        for (ptrdiff_t n = 0; n < I; n++) {
-            row(m, n, &in, scales, gate);
-            row(m, I + n, &in, scales, up);
-            for (int t = 0; t < T; t++) {
-                const float g = rounded(gate[t], round);
-                y[t * I + n] = rounded(rounded(g / (1 + expf(-g)), round) * rounded(up[t], round), round);
-            }
-        }
+        const float factor = m->format == INT8 && !m->group ? ((const float *)m->scale)[n] : 1;
+        for (int t = 0; t < T; t++) y[t * ystride + i] = factor * sums[t];
     }
 }
 
 /* y [T][N] = x [T][K] times the matrix, any T. Returns 0, or -1 without memory. */
-int apex_linear(const struct matrix *m, const float *x, ptrdiff_t T, float *y) {
-    void *scratch = malloc(scratch_bytes(m, T < TOKENS ? (int)T : TOKENS));
-    if (!scratch) return -1;
-    for (ptrdiff_t t = 0; t < T; t += TOKENS)
-        linear(m, x + t * m->K, (int)(T - t < TOKENS ? T - t : TOKENS), y + t * m->N, 0, scratch);
-    free(scratch);
+int apex_linear(const struct matrix *m, const float *x, ptrdiff_t tokens, float *y) {
+    void *room = malloc(room_bytes(m, tokens < TOKENS ? (int)tokens : TOKENS));
+    if (!room) return -1;
+    for (ptrdiff_t done = 0; done < tokens; done += TOKENS) {
+        const int T = (int)(tokens - done < TOKENS ? tokens - done : TOKENS);
+        const struct inputs in = inputs_at(m, x + done * m->K, T, room);
+#pragma omp parallel
+        {
+#pragma omp for
+            for (int t = 0; t < T; t++) arrange(m, &in, t);
+#pragma omp for schedule(static)
+            for (ptrdiff_t n = 0; n < m->N; n += TILE)
+                rows(m, n, m->N - n < TILE ? m->N - n : TILE, &in, y + done * m->N + n, m->N);
+        }
+    }
+    free(room);
     return 0;
+}
+
+/* ---- experts ---- */
+
+/* Up to TOKENS pairs of one expert, the first of them the `at`-th of those in the works. */
+struct block {
+    const struct expert *expert;
+    int at, T;
+    struct inputs up, down;
+};
+
+struct work {
+    int pairs, blocks, round;
+    struct block block[PAIRS];
+    int64_t token[PAIRS], row[PAIRS];
+    float *x, *hidden; /* [PAIRS][H], [PAIRS][I] */
+    void *room;        /* for the inputs of a matrix */
+};
+
+/* One parallel region for all of it: a decode step is too short for more. All experts have the same layout. */
+static void swiglu_experts(struct work *work, const float *x, const float *gates, float *out) {
+    const struct matrix *up = &work->block[0].expert->up, *down = &work->block[0].expert->down;
+    const ptrdiff_t H = up->K, I = down->K, I_tiles = (I + TILE - 1) / TILE, H_tiles = (H + TILE - 1) / TILE;
+    const int round = work->round;
+    const struct inputs first = inputs_at(up, work->x, work->pairs, work->room);
+    const struct inputs second = inputs_at(down, work->hidden, work->pairs, work->room);
+    for (struct block *b = work->block; b < work->block + work->blocks; b++) {
+        b->up = part(up, &first, b->at, b->T);
+        b->down = part(down, &second, b->at, b->T);
+    }
+#pragma omp parallel
+    {
+        float a[TOKENS * TILE], c[TOKENS * TILE];
+#pragma omp for schedule(static)
+        for (int i = 0; i < work->pairs; i++) {
+            memcpy(work->x + i * H, x + work->token[i] * H, (size_t)H * sizeof(float));
+            arrange(up, &first, i);
+        }
+#pragma omp for schedule(guided)
+        for (ptrdiff_t j = 0; j < work->blocks * I_tiles; j++) {
+            const struct block *b = &work->block[j / I_tiles];
+            const ptrdiff_t n = j % I_tiles * TILE, count = I - n < TILE ? I - n : TILE;
+            rows(&b->expert->up, n, count, &b->up, a, TILE);
+            rows(&b->expert->up, I + n, count, &b->up, c, TILE);
+            for (int t = 0; t < b->T; t++)
+                for (ptrdiff_t i = 0; i < count; i++) { /* rounded where torch rounds: after each operation */
+                    const float gate = rounded(a[t * TILE + i], round);
+                    work->hidden[(b->at + t) * I + n + i] =
+                        rounded(rounded(gate / (1 + expf(-gate)), round) * rounded(c[t * TILE + i], round), round);
+                }
+        }
+#pragma omp for schedule(static)
+        for (int i = 0; i < work->pairs; i++) arrange(down, &second, i);
+#pragma omp for schedule(guided)
+        for (ptrdiff_t j = 0; j < work->blocks * H_tiles; j++) {
+            const struct block *b = &work->block[j / H_tiles];
+            const ptrdiff_t n = j % H_tiles * TILE, count = H - n < TILE ? H - n : TILE;
+            rows(&b->expert->down, n, count, &b->down, a, TILE);
+            for (int t = 0; t < b->T; t++) {
+                const int64_t to = work->row[b->at + t];
+                for (ptrdiff_t i = 0; i < count; i++) out[to * H + n + i] = gates[to] * rounded(a[t * TILE + i], round);
+            }
+        }
+    }
 }
 
 /* Experts with SwiGLU (rows of up: all gates, then all ups; silu) for the tokens routed to them.
@@ -502,26 +654,28 @@ int apex_linear(const struct matrix *m, const float *x, ptrdiff_t T, float *y) {
  * Returns 0, or -1 without memory. */
 int apex_swiglu_experts(const struct expert *experts, const int64_t *slots, ptrdiff_t count, const int64_t *first,
                         const int64_t *tokens, const int64_t *rows, const float *gates, const float *x, int round, float *out) {
-    if (!count) return 0;
-    const ptrdiff_t H = experts[slots[0]].up.K, I = experts[slots[0]].down.K;
-    int64_t most = 0;
-    for (ptrdiff_t i = 0; i < count; i++) most = first[i + 1] - first[i] > most ? first[i + 1] - first[i] : most;
-    const int M = most < TOKENS ? (int)most : TOKENS;
-    const size_t floats = (size_t)M * (size_t)(2 * H + I);
-    const size_t up_bytes = scratch_bytes(&experts[slots[0]].up, M), down_bytes = scratch_bytes(&experts[slots[0]].down, M);
-    float *in = malloc(floats * sizeof(float) + (up_bytes > down_bytes ? up_bytes : down_bytes));
-    if (!in) return -1;
-    float *hidden = in + M * H, *y = hidden + M * I;
-    void *scratch = y + M * H;
+    if (!count || first[count] == first[0]) return 0;
+    const int64_t all = first[count] - first[0];
+    const int most = all < PAIRS ? (int)all : PAIRS;
+    const struct matrix *up = &experts[slots[0]].up, *down = &experts[slots[0]].down;
+    const size_t up_bytes = room_bytes(up, most), down_bytes = room_bytes(down, most);
+    struct work work = {.round = round};
+    work.x = malloc((size_t)most * (size_t)(up->K + down->K) * sizeof(float) + (up_bytes > down_bytes ? up_bytes : down_bytes));
+    if (!work.x) return -1;
+    work.hidden = work.x + most * up->K;
+    work.room = work.hidden + most * down->K;
     for (ptrdiff_t i = 0; i < count; i++)
-        for (int64_t j = first[i]; j < first[i + 1]; j += TOKENS) {
-            const int T = (int)(first[i + 1] - j < TOKENS ? first[i + 1] - j : TOKENS);
-            for (int t = 0; t < T; t++) memcpy(in + t * H, x + tokens[j + t] * H, (size_t)H * sizeof(float));
-            swiglu(&experts[slots[i]].up, in, T, hidden, round, scratch);
-            linear(&experts[slots[i]].down, hidden, T, y, round, scratch);
-            for (int t = 0; t < T; t++)
-                for (ptrdiff_t h = 0; h < H; h++) out[rows[j + t] * H + h] = gates[rows[j + t]] * y[t * H + h];
+        for (int64_t j = first[i]; j < first[i + 1];) {
+            const int64_t left = first[i + 1] - j, space = PAIRS - work.pairs;
+            const int T = (int)(left < TOKENS ? left : TOKENS);
+            if (T > space) {
+                swiglu_experts(&work, x, gates, out);
+                work.pairs = work.blocks = 0;
+            }
+            work.block[work.blocks++] = (struct block){.expert = &experts[slots[i]], .at = work.pairs, .T = T};
+            for (int t = 0; t < T; t++, j++, work.pairs++) work.token[work.pairs] = tokens[j], work.row[work.pairs] = rows[j];
         }
-    free(in);
+    if (work.pairs) swiglu_experts(&work, x, gates, out);
+    free(work.x);
     return 0;
 }

@@ -64,6 +64,9 @@ def library() -> ctypes.CDLL | None:
         except OSError:  # built for another machine, or no OpenMP in torch
             continue
         lib.apex_select.restype = ctypes.c_char_p
+        size, address = ctypes.c_ssize_t, ctypes.c_void_p
+        lib.apex_linear.argtypes = [address, address, size, address]
+        lib.apex_swiglu_experts.argtypes = [address, address, size, *5 * [address], ctypes.c_int, address]
         return lib
     return None
 
@@ -108,17 +111,18 @@ class NativeKernel:
                 x32, slots, routed, gates, activation, out,
             )  # fmt: skip
             return
+        where = np.array(slots)
         failed = self._lib.apex_swiglu_experts(
             self._experts,
-            _address(np.asarray(slots, np.int64)),
-            ctypes.c_ssize_t(len(slots)),
-            _address(routed.first),
-            _address(routed.tokens),
-            _address(routed.rows),
-            ctypes.c_void_p(gates.data_ptr()),
-            ctypes.c_void_p(x32.data_ptr()),
+            where.ctypes.data,
+            len(where),
+            routed.first.ctypes.data,
+            routed.tokens.ctypes.data,
+            routed.rows.ctypes.data,
+            gates.data_ptr(),
+            x32.data_ptr(),
             ROUND[x.dtype] if self._raw else 0,
-            ctypes.c_void_p(out.data_ptr()),
+            out.data_ptr(),
         )
         if failed:
             raise MemoryError
@@ -128,9 +132,7 @@ class NativeKernel:
         x = x.contiguous()
         struct = getattr(self._experts[slot], matrix)
         y = torch.empty(len(x), struct.n)
-        if self._lib.apex_linear(
-            ctypes.byref(struct), ctypes.c_void_p(x.data_ptr()), ctypes.c_ssize_t(len(x)), ctypes.c_void_p(y.data_ptr())
-        ):
+        if self._lib.apex_linear(ctypes.byref(struct), x.data_ptr(), len(x), y.data_ptr()):
             raise MemoryError
         return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
 
@@ -158,7 +160,3 @@ def _some(slots: Sequence[int], routed: Routed, chosen: NDArray[np.bool_]) -> tu
     first = np.concatenate([[0], np.cumsum(counts[chosen])])
     kept = [slot for slot, keep in zip(slots, chosen.tolist(), strict=True) if keep]
     return kept, Routed(first, routed.tokens[pairs], routed.rows[pairs])
-
-
-def _address(array: NDArray[np.int64]) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
