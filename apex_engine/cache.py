@@ -1,7 +1,14 @@
-"""The resident experts: two pools of fixed-size slots, HIGH and LOW.
+"""The resident experts: two pools of fixed-size slots, HIGH and LOW. The same class holds the host tier.
+
+Nothing here takes a lock: whoever shares a cache between threads has one (loader.py).
 
 A slot's life:  free -> filling -> resident (pinned n times) -> free.  One owner at a time: whoever reserved a slot fills it and
 says so (`commit`) or gives it up (`abort`); a pinned or filling slot is never handed out.
+
+Two things keep what decoding needs where it is:
+  masked     a twin expected by a coming layer makes room only for a demand that finds no other victim
+  streaming  a prompt goes through nearly all experts once: it fills free slots, each layer its share of them, and sends the rest
+             through a few slots that it uses over and over (`Pool.passing`)
 """
 
 from __future__ import annotations
@@ -26,8 +33,9 @@ class State(Enum):
 class Pool:
     """Slots of one precision: one contiguous uint8 buffer `[slots, stride]` at an address O_DIRECT can read to."""
 
-    def __init__(self, layout: Layout, slots: int, device: torch.device) -> None:
-        raw = torch.empty(slots * layout.stride + ALIGN, dtype=torch.uint8, device=device)
+    def __init__(self, layout: Layout, slots: int, device: torch.device, pinned: bool = False) -> None:
+        nbytes = slots * layout.stride + ALIGN
+        raw = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         start = -raw.data_ptr() % ALIGN
         self.layout = layout
         self.memory = raw[start : start + slots * layout.stride].view(slots, layout.stride)
@@ -36,8 +44,13 @@ class Pool:
         self.owner: list[ExpertId | None] = [None] * slots
         self.slot_of: dict[ExpertId, int] = {}  # filling or resident
         self.free = list(range(slots - 1, -1, -1))
-        self.layers, self.experts = np.zeros(slots, np.int64), np.zeros(slots, np.int64)  # of the owner, for the policy
+        self.layers, self.experts = np.full(slots, -1), np.full(slots, -1)  # of the owner, for the policy
         self.evictable = np.zeros(slots, bool)  # resident and not pinned
+        self.masked = np.zeros(slots, bool)
+        self.passing = np.zeros(slots, bool)  # holds what a prompt streams through
+        self.most_passing = max(
+            slots // 8, 2 if slots > 4 else 1
+        )  # two, so that one is filled while the other computes
 
     def __len__(self) -> int:
         return len(self.state)
@@ -55,11 +68,15 @@ class ExpertCache:
         slots: dict[Precision, int],
         policy: Policy,
         device: torch.device,
+        pinned: bool = False,
         poison: bool = False,
     ) -> None:
-        self.pools = {precision: Pool(layouts[precision], n, device) for precision, n in slots.items() if n}
+        self.pools = {precision: Pool(layouts[precision], n, device, pinned) for precision, n in slots.items() if n}
         self._policy = policy
         self._poison = poison
+        self._masked: dict[
+            int, list[tuple[Precision, int, ExpertId]]
+        ] = {}  # layer -> what is masked until it has passed
         for pool in self.pools.values():
             self._spoil(pool.memory)
 
@@ -69,34 +86,57 @@ class ExpertCache:
         slot = pool.slot_of.get(expert) if pool else None
         return slot if pool and slot is not None and pool.state[slot] is State.RESIDENT else None
 
-    def reserve(self, expert: ExpertId, precision: Precision, now: int) -> int | None:
-        """A slot to fill with a twin that is neither resident nor filling, evicting the policy's choice while layer `now` is at
-        work; None where every slot is pinned or filling."""
+    def reserve(
+        self, expert: ExpertId, precision: Precision, now: int, demand: bool = True, share: int | None = None
+    ) -> int | None:
+        """A slot to fill with a twin that is neither resident nor filling, evicting while layer `now` is at work; None where no
+        slot may be taken.
+
+        The policy chooses among the slots that are not masked; a `demand` takes a masked one where there is no other. `share`:
+        the twin is streamed, unless there is a free slot and its layer has not got so many slots yet.
+        """
         pool = self.pools[precision]
         assert expert not in pool.slot_of, f"{expert} {precision.word} is resident or being filled already"
-        if pool.free:
-            slot = pool.free.pop()
-        else:
-            candidates = np.flatnonzero(pool.evictable)
-            if not candidates.size:
-                return None
-            priorities = self._policy.priority(pool.layers[candidates], pool.experts[candidates], precision, now)
-            slot = int(candidates[np.argmin(priorities)])
-            victim = pool.owner[slot]
-            assert victim is not None
-            del pool.slot_of[victim]
-            self._spoil(pool.memory[slot])
+        allowed = pool.evictable
+        passing = share is not None and (
+            not pool.free or int(np.count_nonzero((pool.layers == expert.layer) & ~pool.passing)) >= share
+        )
+        if passing:
+            if (pool.evictable & pool.passing).any():
+                allowed = pool.evictable & pool.passing
+            elif np.count_nonzero(pool.passing) >= pool.most_passing:
+                return None  # those that pass through are all at work
+        if pool.free and allowed is pool.evictable:
+            return self._take(pool, expert, pool.free.pop(), passing)
+        unmasked = allowed & ~pool.masked
+        if demand and not unmasked.any():
+            unmasked = allowed
+        slots = np.flatnonzero(unmasked)
+        if not slots.size:
+            return None
+        priorities = self._policy.priority(pool.layers[slots], pool.experts[slots], precision, now)
+        slot = int(slots[np.argmin(priorities)])
+        victim = pool.owner[slot]
+        assert victim is not None
+        del pool.slot_of[victim]
+        self._spoil(pool.memory[slot])
+        return self._take(pool, expert, slot, passing)
+
+    @staticmethod
+    def _take(pool: Pool, expert: ExpertId, slot: int, passing: bool) -> int:
         pool.state[slot], pool.owner[slot], pool.slot_of[expert] = State.FILLING, expert, slot
         pool.layers[slot], pool.experts[slot] = expert
-        pool.evictable[slot] = False
+        pool.evictable[slot] = pool.masked[slot] = False
+        pool.passing[slot] = passing
         return slot
 
-    def commit(self, precision: Precision, slot: int) -> None:
-        """The owner of a filling slot has filled it: it is resident, with one pin of the caller's."""
+    def commit(self, precision: Precision, slot: int, pins: int = 0) -> None:
+        """The owner of a filling slot has filled it: it is resident, pinned so many times."""
         pool = self.pools[precision]
         assert pool.state[slot] is State.FILLING
         pool.state[slot] = State.RESIDENT
-        pool.pins[slot] = 1
+        pool.pins[slot] = pins
+        pool.evictable[slot] = not pins
 
     def abort(self, precision: Precision, slot: int) -> None:
         """The owner of a filling slot gives it up: it is free."""
@@ -105,6 +145,8 @@ class ExpertCache:
         assert pool.state[slot] is State.FILLING and owner is not None
         del pool.slot_of[owner]
         pool.state[slot], pool.owner[slot] = State.FREE, None
+        pool.layers[slot] = -1
+        pool.passing[slot] = False
         self._spoil(pool.memory[slot])
         pool.free.append(slot)
 
@@ -120,6 +162,28 @@ class ExpertCache:
         assert pool.pins[slot] > 0
         pool.pins[slot] -= 1
         pool.evictable[slot] = not pool.pins[slot]
+
+    def touch(self, expert: ExpertId, precision: Precision) -> None:
+        """Tell the policy that the twin was used, where nobody else does."""
+        self._policy.use(*expert, precision, 1)
+
+    def mask(self, expert: ExpertId, precision: Precision) -> None:
+        """Keep a twin, if it is resident, until its layer has passed (`unmask`), unless a demand finds no other victim."""
+        slot = self.find(expert, precision)
+        if slot is not None:
+            self.pools[precision].masked[slot] = True
+            self._masked.setdefault(expert.layer, []).append((precision, slot, expert))
+
+    def unmask(self, layer: int) -> None:
+        """The layer has passed."""
+        for precision, slot, expert in self._masked.pop(layer, ()):
+            if self.pools[precision].owner[slot] == expert:
+                self.pools[precision].masked[slot] = False
+
+    def end_streaming(self) -> None:
+        """What passed through is like any other resident from now on."""
+        for pool in self.pools.values():
+            pool.passing[:] = False
 
     def resident_bytes(self) -> int:
         """Bytes of the slots that hold an expert."""
@@ -141,6 +205,7 @@ class ExpertCache:
                 assert pool.pins[slot] >= 0 and (state is State.RESIDENT or not pool.pins[slot]), (
                     f"{word}: pins of {slot}"
                 )
+                assert (pool.layers[slot] < 0) == (state is State.FREE), f"{word}: layer of slot {slot}"
                 assert pool.evictable[slot] == (state is State.RESIDENT and not pool.pins[slot]), f"{word}: slot {slot}"
 
     def _spoil(self, memory: Tensor) -> None:

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from apex_engine.kernels.pick import KERNELS
+from apex_engine.link import Link
 from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError
 
@@ -27,8 +28,20 @@ class Config:
             A negative t1 makes even a token's first expert LOW: for judging the LOW twins.
     memory  Bytes of resident experts: a number, "6GiB", or "25%" of the bytes of all HIGH twins. Dense weights and the KV
             cache come on top; the plan shows all three.
-    low_share  Share of `memory` given to LOW slots.
-    policy  Which resident expert makes room: "lcu" or "lru".
+    device_memory  Instead of `memory`: bytes for all of it, the KV cache of `context` tokens included. "auto" is what is free
+            when the model is loaded, less a tenth.
+    host_memory  Bytes of a second tier in host memory, between disk and device: for a GPU or a simulated link. A share is one
+            of all twins. It is filled when the model is loaded if it holds them all, else it is a cache of its own.
+    low_share  Share of `memory` given to LOW slots. "auto" is a tenth; "floor": every LOW twin is resident, the rest are
+            HIGH slots.
+    upgrade "wait": what the score wants HIGH is waited for. "async": where its LOW twin is resident, that serves now and HIGH
+            is fetched meanwhile; counted as degraded. Adaptive mode only.
+    policy  Which resident expert makes room: a name of `apex_engine.policies`.
+    admission  "stream": a prompt fills free slots and streams the rest through a few, so that what decoding uses stays.
+            "evict": it takes slots like decoding does.
+    prefetch  How many layers ahead experts are predicted and fetched; 0: not at all.
+    correct_norm  Predict with the later layer's norm weight.
+    link    A simulated link to the device: "2GB/s,20us".
     kernels "auto" takes the fastest the machine has for each twin; a name of `apex_engine.kernels.pick` forces one.
     """
 
@@ -36,33 +49,69 @@ class Config:
     t1: float = 0.6
     t2: float = 0.9
     memory: int | str = "25%"
-    low_share: float = 0.1
+    device_memory: int | str | None = None
+    context: int = 2048
+    host_memory: int | str = 0
+    low_share: float | str = "auto"
+    upgrade: str = "wait"
     policy: str = "lcu"
+    admission: str = "stream"
+    prefetch: int = 2
+    correct_norm: bool = True
+    link: str | None = None
     kernels: str = "auto"
 
     def __post_init__(self) -> None:
         _choice("mode", self.mode, MODES)
         _choice("policy", self.policy, POLICIES)
         _choice("kernels", self.kernels, KERNELS)
-        for name in ("t1", "t2", "low_share"):
-            if not isinstance(getattr(self, name), (int, float)):
-                raise ApexError(f"{name} must be a number, not {getattr(self, name)!r}")
+        _choice("upgrade", self.upgrade, ("wait", "async"))
+        _choice("admission", self.admission, ("stream", "evict"))
+        share = self.low_share if self.low_share not in ("auto", "floor") else 0.0
+        for name, value in (("t1", self.t1), ("t2", self.t2), ("low_share", share)):
+            if not isinstance(value, (int, float)):
+                raise ApexError(f"{name} must be a number, not {value!r}")
         if not (self.t1 <= self.t2 <= 1.0 and self.t1 >= -1.0):
             raise ApexError(f"thresholds must satisfy -1 <= t1 <= t2 <= 1, not t1 {self.t1}, t2 {self.t2}")
-        if not 0.0 <= self.low_share <= 1.0:
-            raise ApexError(f"low_share is a share of memory between 0 and 1, not {self.low_share}")
+        if not 0.0 <= float(share) <= 1.0:
+            raise ApexError(f'low_share is a share of memory between 0 and 1, "auto" or "floor", not {self.low_share}')
+        if not (isinstance(self.prefetch, int) and 0 <= self.prefetch <= 4):
+            raise ApexError(f"prefetch is a number of layers from 0 to 4, not {self.prefetch!r}")
+        if self.upgrade == "async" and self.mode != "adaptive":
+            raise ApexError(f"upgrade async serves LOW where HIGH is wanted, which {self.mode} mode forbids: drop it")
+        if not (isinstance(self.context, int) and self.context > 0):
+            raise ApexError(f"context is a number of tokens, not {self.context!r}")
+        if self.link is not None:
+            Link.parse(self.link)
         parse_memory(self.memory, 0)
+        parse_memory(self.host_memory, 0)
+        if self.device_memory not in (None, "auto"):
+            parse_memory(self.device_memory, 0)
 
     @classmethod
     def make(cls, **options: Any) -> Config:
-        """Like the constructor, but an unknown option is an ApexError that names the nearest known one."""
-        known = [field.name for field in fields(cls)]
+        """Like the constructor, but an unknown option is an ApexError that names the nearest known one.
+
+        One more option: `system`, a name of `SYSTEMS`, whose settings are the defaults of the others.
+        """
+        known = ["system", *(field.name for field in fields(cls))]
         for name in options:
             if name not in known:
                 near = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else "there is nothing like it."
                 raise ApexError(f"unknown option {name}: {hint} Options are {', '.join(known)}")
-        return cls(**options)
+        system = options.pop("system", "default")
+        _choice("system", system, SYSTEMS)
+        return cls(**{**SYSTEMS[system], **options})
+
+
+# "apex" is MoE-APEX as published: two layers of plain gate reuse, LCU, prompts like any other pass; "on-demand" is what engines
+# without twins do.
+SYSTEMS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "apex": {"policy": "lcu", "admission": "evict", "prefetch": 2, "correct_norm": False},
+    "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},
+}
 
 
 def parse_memory(value: int | str, whole: int) -> int:

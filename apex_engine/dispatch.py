@@ -8,6 +8,8 @@
     SKIP    HIGH, LOW            the better of them: it is free
     SKIP    none                 dropped for this token
 
+With `degrade`, HIGH wanted and only LOW resident: LOW serves, and the caller fetches HIGH for later.
+
 An expert that several tokens chose is served to all of them at the highest precision any of them wants, and is dropped only
 when all of them would. In `deterministic` mode every token gets exactly what its own score says, resident or not; in `exact`
 mode everything is HIGH.
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 
 from apex_engine.vocabulary import Precision
 
+PRECISIONS = tuple(Precision)
+TOKEN, CHOICE = np.zeros(1, np.int64), np.arange(1024)  # of one token's pairs
 Resident = Callable[[int, Precision], bool]
 
 
@@ -38,11 +42,21 @@ class Use(NamedTuple):
     choices: NDArray[np.int64]
 
 
-def dispatch(chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, resident: Resident) -> list[Use]:
-    """Router choices `[T, K]` and wanted precisions `[T, K]` -> uses, each pair in exactly one, in order of the experts.
+def dispatch(
+    chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, resident: Resident, degrade: bool = False
+) -> list[Use]:
+    """Router choices `[T, K]` and wanted precisions `[T, K]` -> uses, each pair in exactly one.
 
     `resident(expert, precision)` is asked in adaptive mode only.
     """
+    if len(chosen) == 1:  # decoding: no two pairs have the same expert
+        uses = []
+        for i, (expert, wish) in enumerate(zip(chosen[0].tolist(), wanted[0].tolist(), strict=True)):
+            precision = Precision.HIGH if mode == "exact" else PRECISIONS[wish]
+            if mode == "adaptive":
+                precision = _served(expert, precision, resident, degrade)
+            uses.append(Use(expert, precision, TOKEN, CHOICE[i : i + 1]))
+        return uses
     flat, wishes = chosen.ravel(), wanted.ravel()
     order = flat.argsort(kind="stable")
     ranked = flat[order]
@@ -56,14 +70,16 @@ def dispatch(chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, res
         elif mode == "exact":
             split = [(Precision.HIGH, pairs)]
         else:
-            split = [(_served(expert, Precision(wishes[pairs].max()), resident), pairs)]
+            split = [(_served(expert, Precision(wishes[pairs].max()), resident, degrade), pairs)]
         uses += [Use(expert, p, *np.divmod(some, chosen.shape[1])) for p, some in split if some.size]
     return uses
 
 
-def _served(expert: int, wish: Precision, resident: Resident) -> Precision:
-    if wish is Precision.HIGH or resident(expert, Precision.HIGH):
+def _served(expert: int, wish: Precision, resident: Resident, degrade: bool) -> Precision:
+    if resident(expert, Precision.HIGH):
         return Precision.HIGH
+    if wish is Precision.HIGH:
+        return Precision.LOW if degrade and resident(expert, Precision.LOW) else Precision.HIGH
     if wish is Precision.LOW or resident(expert, Precision.LOW):
         return Precision.LOW
     return Precision.SKIP

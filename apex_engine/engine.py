@@ -10,6 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +22,16 @@ from torch import Tensor
 
 from apex_engine.cache import ExpertCache
 from apex_engine.config import Config
-from apex_engine.dispatch import Use, dispatch
+from apex_engine.dispatch import PRECISIONS, Use, dispatch
+from apex_engine.host import host_tier
 from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Activation, Kernel, Routed
 from apex_engine.ledger import TWINS, Ledger
-from apex_engine.loader import Loader
+from apex_engine.link import Link
+from apex_engine.loader import Load, Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
+from apex_engine.predictor import Predictor
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.scorer import wanted
 from apex_engine.store import ExpertStore
@@ -41,20 +46,30 @@ class Engine:
     Raises ApexError when made: unfinished checkpoint, budget too small.
     """
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config, dense_bytes: int | None = None, kv_bytes: int | None = 0) -> None:
+        """`dense_bytes`, `kv_bytes`: of the model as it is computed, for `config.device_memory`."""
         self.config = config
         self.manifest = Manifest.read(folder)
-        self.plan: Plan = make_plan(config, self.manifest)
+        self.plan: Plan = make_plan(config, self.manifest, dense_bytes, kv_bytes)
         self.ledger = Ledger()
+        self.predictor: Predictor | None = None  # set once the model is there
         self._store = ExpertStore(folder, self.manifest)
-        stride = self.plan.stride
-        self._policy = POLICIES[config.policy](
-            len(self.manifest.layers), self.manifest.experts, stride[Precision.LOW] / stride[Precision.HIGH]
-        )
+        stride, layers = self.plan.stride, len(self.manifest.layers)
+        cost_ratio = stride[Precision.LOW] / stride[Precision.HIGH]
+        self._policy = POLICIES[config.policy](layers, self.manifest.experts, cost_ratio)
         self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
+        self._share = {
+            p: -(-slots // layers) for p, slots in self.plan.slots.items()
+        }  # of a layer, while a prompt streams
+        self._all_resident = self.plan.slots[Precision.HIGH] == self.plan.experts and config.mode == "exact"
+        self._degrade = config.upgrade == "async"
+        self._link = Link.parse(config.link) if config.link else None
         self._cache: ExpertCache | None = None  # made on the device of the first token
         self._loader: Loader | None = None
         self._kernels: dict[Precision, Kernel] = {}
+        self._streaming = False
+        self._pace = _Pace()
+        self._expected: dict[int, list[int]] = {}  # layer -> predicted choice of the token being decoded
         self._closed = False
         self._lock = threading.Lock()
 
@@ -72,10 +87,13 @@ class Engine:
                 "blob_bytes": {p.word: n for p, n in self.plan.stride.items()},
                 "experts": self.plan.experts,
                 "dense_bytes": self.plan.dense_bytes,
+                "host_slots": {p.word: n for p, n in self.plan.host_slots.items()},
             },
             "resident": {"bytes": cache.resident_bytes() if cache else 0, **resident},
             "kernels": {p.word: kernel.name for p, kernel in self._kernels.items()},
             "reads_bypass_page_cache": self._store.direct,
+            "host_tier_is_pinned": self._loader.host_is_pinned() if self._loader else None,
+            "layers_not_predicted": self.predictor.unknown if self.predictor and self.predictor.ready else [],
             **self.ledger.summary(),
         }
 
@@ -87,22 +105,37 @@ class Engine:
                 self._loader.ledger = self.ledger
 
     def close(self) -> None:
-        """Close the expert files and free the slots. A model that is called afterwards raises ApexError."""
+        """Stop loading, close the expert files and free the slots. A model that is called afterwards raises ApexError."""
         with self._lock:
             self._closed = True
+            if self._loader:
+                self._loader.close()
             self._store.close()
             self._cache = self._loader = None
+            self._kernels = {}
 
-    def begin_pass(self, tokens: int, new_sequence: bool) -> None:
-        """A forward pass over `tokens` tokens begins."""
+    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Make slots, host tier and threads now rather than at the first token."""
         with self._lock:
+            self._ready(device, dtype)
+
+    def begin_pass(self, phase: str, tokens: int, new_sequence: bool) -> None:
+        """A forward pass over `tokens` tokens begins; `phase` is "prefill" or "decode"."""
+        with self._lock, self._loader.lock if self._loader else nullcontext():
             if new_sequence:
                 self._policy.start_sequence()
                 self.ledger.sequences += 1
             self._policy.start_pass(tokens)
+            self._streaming = phase == "prefill" and self.config.admission == "stream"
+            self._expected.clear()
+            self._pace.begin()
+            if self._cache and self._loader:
+                self._loader.drop_all()
+                if not self._streaming:
+                    self._cache.end_streaming()
 
     def end_pass(self, phase: str, tokens: int, seconds: float) -> None:
-        """It has ended; `phase` is "prefill" or "decode"."""
+        """It has ended."""
         with self._lock:
             self.ledger.tokens[phase] += tokens
             self.ledger.seconds[phase] += seconds
@@ -115,65 +148,159 @@ class Engine:
         an expert cannot be read.
         """
         with self._lock:
-            cache, loader = self._ready(x)
-            gates = weights.float().cpu().numpy()
-            ids = chosen.cpu().numpy()
-            wishes = (
-                np.full(ids.shape, Precision.HIGH, np.int8)
-                if self.config.mode == "exact"
-                else wanted(gates, self.config.t1, self.config.t2)
-            )
-            uses = dispatch(ids, wishes, self.config.mode, lambda e, p: cache.find(ExpertId(layer, e), p) is not None)
-            self._count(layer, uses, wishes, gates)
+            cache, loader = self._ready(x.device, x.dtype)
+            self._pace.step(self.ledger.useful_bytes, loader.rate)
+            weights = weights.float()
+            gates, ids = weights.cpu().numpy(), chosen.cpu().numpy()
+            wishes = self._wishes(gates)
             out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
-            job = _Job(layer, x, weights.float().flatten(), activation, out)
-            self._serve(job, [use for use in uses if use.precision is not Precision.SKIP], cache, loader)
+            job = _Job(layer, x, weights.flatten(), activation, out)
+            ready: dict[Precision, list[tuple[Use, int]]] = {}
+            coming: dict[Load, Use] = {}
+            with loader.lock:
+                find = cache.find
+                uses = dispatch(
+                    ids, wishes, self.config.mode, lambda e, p: find(ExpertId(layer, e), p) is not None, self._degrade
+                )
+                self._count(layer, uses, wishes, gates)
+                for use in sorted(uses, key=_most_tokens) if len(ids) > 1 else uses:
+                    if use.precision is not Precision.SKIP:
+                        share = self._share[use.precision] if self._streaming else None
+                        held = loader.acquire(ExpertId(layer, use.expert), use.precision, layer, share)
+                        if isinstance(held, Load):
+                            coming[held] = use
+                        else:
+                            ready.setdefault(use.precision, []).append((use, held))
+                            self.ledger.hits[use.precision] += 1
+                loader.drop(layer)
+                if self._degrade:
+                    self._upgrade(layer, ids, wishes, loader)
+            try:
+                self._look_ahead(layer, x, ids, gates, cache, loader)
+                self._serve(job, ready, coming, loader)
+            finally:
+                loader.forget(coming)
+                loader.release([(p, slot) for p, served in ready.items() for _, slot in served])
             return out.sum(1).to(x.dtype)
 
-    def _serve(self, job: _Job, uses: list[Use], cache: ExpertCache, loader: Loader) -> None:
-        """Compute every use: first the resident ones, then the missing, in turns when they outnumber the slots."""
-        pinned: list[tuple[Precision, int]] = []  # kept for the whole step if the slots allow
-        ready: dict[Precision, list[tuple[Use, int]]] = {}
-        missing = []
-        try:
-            for use in uses:
-                slot = cache.find(ExpertId(job.layer, use.expert), use.precision)
-                if slot is None:
-                    missing.append(use)
-                else:
-                    cache.pin(use.precision, slot)
-                    pinned.append((use.precision, slot))
-                    ready.setdefault(use.precision, []).append((use, slot))
-                    self.ledger.hits[use.precision] += 1
-            for precision, served in ready.items():
-                self._compute(job, precision, served)
-            for use in missing:
-                expert = ExpertId(job.layer, use.expert)
-                slot = loader.fetch(expert, use.precision, job.layer)
-                if slot is None:  # every slot holds an expert this step is through with
-                    _release(pinned, cache)
-                    slot = loader.fetch(expert, use.precision, job.layer)
-                assert slot is not None, "no slot although nothing is pinned"
-                pinned.append((use.precision, slot))
-                self._compute(job, use.precision, [(use, slot)])
-        finally:
-            _release(pinned, cache)
+    def _serve(
+        self, job: _Job, ready: dict[Precision, list[tuple[Use, int]]], coming: dict[Load, Use], loader: Loader
+    ) -> None:
+        """Compute what is resident, then what arrives, as it arrives. Empties `ready` and `coming` on its way."""
+        while ready or coming:
+            for precision in list(ready):
+                self._compute(job, precision, ready[precision])
+                # Given back at once: with few slots, the next load needs this one.
+                loader.release([(precision, slot) for _, slot in ready.pop(precision)])
+            if coming:
+                before, start = loader.busy_seconds(), time.perf_counter()
+                waiting = list(coming)
+                try:
+                    arrived = loader.arrived(waiting)
+                finally:
+                    stall = time.perf_counter() - start
+                    self._pace.stall += stall
+                    self.ledger.stall_seconds += stall
+                    self.ledger.stall_busy_seconds += min(stall, loader.busy_seconds() - before)
+                    taken = [(load, coming.pop(load)) for load in list(coming) if load not in waiting]
+                for load, use in taken:
+                    assert load.slot is not None and load in arrived
+                    ready.setdefault(load.precision, []).append((use, load.slot))
+
+    def _look_ahead(
+        self, layer: int, x: Tensor, ids: np.ndarray, gates: np.ndarray, cache: ExpertCache, loader: Loader
+    ) -> None:
+        """Predict the coming layers, as far as nothing is missing there; keep what they will use, and fetch what is missing: no
+        more than the link brings while nobody waits for it."""
+        if len(ids) == 1 and layer in self._expected:
+            self._judge(self._expected.pop(layer), ids, gates)
+        predictor, pace = self.predictor, self._pace
+        if not self.config.prefetch or not predictor or not predictor.ready or self._all_resident or self._streaming:
+            return
+        if not pace.worthwhile:
+            return
+        start = time.thread_time()  # what it takes from the computation; waiting for the processor is not its cost
+        budget = loader.rate * pace.free
+        for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
+            found = predictor.predict(layer, later, x)
+            if found is None:
+                break
+            weights, chosen = found[0].float().cpu().numpy(), found[1].cpu().numpy()
+            if len(ids) == 1 and later == layer + 1:
+                self._expected[later] = chosen[0][np.argsort(-np.abs(weights[0]), kind="stable")].tolist()
+            missing = self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader)
+            if missing:
+                break
+        pace.looked(time.thread_time() - start)
+
+    def _fetch_ahead(
+        self,
+        layer: int,
+        later: int,
+        chosen: np.ndarray,
+        weights: np.ndarray,
+        budget: float,
+        cache: ExpertCache,
+        loader: Loader,
+    ) -> int:
+        """Bytes that `later` is missing."""
+        missing = 0
+        wishes = self._wishes(weights)
+        with loader.lock:
+            find = cache.find
+            uses = dispatch(
+                chosen, wishes, self.config.mode, lambda e, p: find(ExpertId(later, e), p) is not None, self._degrade
+            )
+            mass = np.abs(weights)
+            for use in sorted(uses, key=lambda use: -mass[use.tokens, use.choices].sum()):
+                if use.precision is not Precision.SKIP and missing < budget:
+                    missing += loader.expect(ExpertId(later, use.expert), use.precision, layer)
+        return missing
+
+    def _upgrade(self, layer: int, ids: np.ndarray, wishes: np.ndarray, loader: Loader) -> None:
+        """Fetch the HIGH twins that were wanted and not waited for, when nobody waits for anything else."""
+        for expert in np.unique(ids[wishes == Precision.HIGH]).tolist():
+            loader.expect(ExpertId(layer, expert), Precision.HIGH, layer)
+
+    def _judge(self, expected: list[int], ids: np.ndarray, gates: np.ndarray) -> None:
+        self.ledger.predicted += 1
+        self.ledger.predicted_top1 += expected[0] == int(ids[0, np.abs(gates[0]).argmax()])
+        self.ledger.predicted_all += set(expected) == set(ids[0].tolist())
+
+    def _wishes(self, gates: np.ndarray) -> np.ndarray:
+        if self.config.mode == "exact":
+            return np.full(gates.shape, Precision.HIGH, np.int8)
+        return wanted(gates, self.config.t1, self.config.t2)
 
     def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()
         choices = job.out.shape[1]
-        uses = [use for use, _ in served]
-        tokens = np.concatenate([use.tokens for use in uses]) if len(uses) > 1 else uses[0].tokens
-        rows = tokens * choices + (np.concatenate([use.choices for use in uses]) if len(uses) > 1 else uses[0].choices)
-        first = np.array([0, *itertools.accumulate(len(use.tokens) for use in uses)])
         slots = [slot for _, slot in served]
-        self._kernels[precision](
-            job.x, slots, Routed(first, tokens, rows), job.gates, job.activation, job.out.view(-1, job.out.shape[2])
-        )
+        if len(job.out) == 1:
+            rows = np.array([use.choices[0] for use, _ in served])
+            routed = Routed(np.arange(len(rows) + 1), np.zeros_like(rows), rows)
+        else:
+            tokens = np.concatenate([use.tokens for use, _ in served])
+            rows = tokens * choices + np.concatenate([use.choices for use, _ in served])
+            first = np.array([0, *itertools.accumulate(len(use.tokens) for use, _ in served)])
+            routed = Routed(first, tokens, rows)
+        out = job.out.view(-1, job.out.shape[2])
+        self._kernels[precision](job.x, slots, routed, job.gates, job.activation, out)
         self.ledger.compute_seconds += time.perf_counter() - start
 
     def _count(self, layer: int, uses: list[Use], wishes: np.ndarray, gates: np.ndarray) -> None:
         ledger = self.ledger
+        if len(gates) == 1:
+            weights, wished = np.abs(gates[0]).tolist(), wishes[0].tolist()
+            for i, use in enumerate(uses):  # in the order of the choices
+                precision = use.precision
+                ledger.asked[PRECISIONS[wished[i]]] += 1
+                ledger.calls[precision] += 1
+                ledger.mass[precision] += weights[i]
+                ledger.degraded += wished[i] > precision
+                if precision is not Precision.SKIP:
+                    self._policy.use(layer, use.expert, precision, 1)
+            return
         magnitude = np.abs(gates)
         for precision, n in zip(Precision, np.bincount(wishes.ravel(), minlength=len(Precision)), strict=True):
             ledger.asked[precision] += int(n)
@@ -181,26 +308,79 @@ class Engine:
             count = len(use.tokens)
             ledger.calls[use.precision] += count
             ledger.mass[use.precision] += float(magnitude[use.tokens, use.choices].sum())
+            ledger.degraded += int((wishes[use.tokens, use.choices] > use.precision).sum())
             if use.precision is not Precision.SKIP:
                 self._policy.use(layer, use.expert, use.precision, count)
 
-    def _ready(self, x: Tensor) -> tuple[ExpertCache, Loader]:
+    def _ready(self, device: torch.device, dtype: torch.dtype) -> tuple[ExpertCache, Loader]:
         if self._closed:
             raise ApexError("the engine of this model was closed: load the checkpoint again")
         if self._cache is None or self._loader is None:
-            self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, x.device)
-            bit_equal = self.config.mode != "adaptive" and x.dtype != torch.float32
+            self._cache = ExpertCache(self._layouts, self.plan.slots, self._policy, device)
+            bit_equal = self.config.mode != "adaptive" and dtype != torch.float32
             self._kernels = {
                 precision: pick(self.config.kernels, pool.layout, pool.memory, bit_equal)
                 for precision, pool in self._cache.pools.items()
             }
-            self._loader = Loader(self._store, self._cache, self.ledger, x.device)
+            layers, experts = len(self.manifest.layers), self.manifest.experts
+            host = host_tier(self._layouts, self.plan, self._store, layers, experts, device)
+            self._loader = Loader(self._store, self._cache, self.ledger, device, self._link, host)
+            weakref.finalize(self, self._loader.close)  # a dropped model ends its threads
+            if self.config.low_share == "floor" and Precision.LOW in self._cache.pools:
+                self._load_every_low_twin(self._loader)
         held = next(iter(self._cache.pools.values())).memory.device
-        if held != x.device:
+        if held != device:
             raise ApexError(
-                f"the experts are on {held} but the model is on {x.device}: give the device to apex_engine.load"
+                f"the experts are on {held} but the model is on {device}: give the device to apex_engine.load"
             )
         return self._cache, self._loader
+
+    def _load_every_low_twin(self, loader: Loader) -> None:
+        for layer in range(len(self.manifest.layers)):
+            with loader.lock:
+                wanted = [
+                    loader.acquire(ExpertId(layer, e), Precision.LOW, layer) for e in range(self.manifest.experts)
+                ]
+            coming = [load for load in wanted if isinstance(load, Load)]
+            while coming:
+                for load in loader.arrived(coming):
+                    assert load.slot is not None
+                    loader.release([(Precision.LOW, load.slot)])
+
+
+class _Pace:
+    """Times of a layer, of late, in seconds.
+
+    free    in which nobody waits: what the link could bring meanwhile is the budget of prefetches
+    gain    waited, or saved by prefetches
+    cost    of looking ahead; it is not done where it takes longer than there is to gain
+    """
+
+    def __init__(self) -> None:
+        self.free = self.gain = self.cost = 0.0
+        self.stall = 0.0  # since the last step began
+        self._last: float | None = None
+        self._useful = 0
+
+    def begin(self) -> None:
+        """A pass begins: what happens between two passes is no layer's time."""
+        self._last = None
+
+    def step(self, useful_bytes: int, rate: float) -> None:
+        """A layer step begins. `useful_bytes` of prefetches so far, `rate` of the link in bytes a second."""
+        now = time.perf_counter()
+        if self._last is not None:
+            saved = max(0, useful_bytes - self._useful) / rate if rate else 0.0
+            self.free += 0.1 * (now - self._last - self.stall - self.free)
+            self.gain += 0.02 * (self.stall + saved - self.gain)
+        self._last, self._useful, self.stall = now, useful_bytes, 0.0
+
+    def looked(self, seconds: float) -> None:
+        self.cost += 0.1 * (seconds - self.cost)
+
+    @property
+    def worthwhile(self) -> bool:
+        return self.gain >= self.cost
 
 
 class _Job(NamedTuple):
@@ -213,6 +393,5 @@ class _Job(NamedTuple):
     out: Tensor
 
 
-def _release(pinned: list[tuple[Precision, int]], cache: ExpertCache) -> None:
-    while pinned:
-        cache.unpin(*pinned.pop())
+def _most_tokens(use: Use) -> int:
+    return -len(use.tokens)

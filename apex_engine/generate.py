@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,10 @@ from transformers import AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
 from transformers.utils import logging as transformers_logging
 
 from apex_engine.command import console, human, run, say
-from apex_engine.config import MODES, Config
+from apex_engine.config import MODES, SYSTEMS, Config
 from apex_engine.hook import load, read_config
 from apex_engine.kernels.pick import KERNELS
-from apex_engine.plan import Plan, kv_bytes, make_plan
+from apex_engine.plan import Plan, free_memory, kv_bytes, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
 from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
@@ -31,6 +32,22 @@ from apex_engine.vocabulary import ApexError, Precision
 ADAPTIVE = (
     "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "
     "(--mode exact forbids it)"
+)
+ENGINE_OPTIONS = (
+    "system",
+    "mode",
+    "memory",
+    "device_memory",
+    "host_memory",
+    "t1",
+    "t2",
+    "low_share",
+    "upgrade",
+    "policy",
+    "admission",
+    "prefetch",
+    "link",
+    "kernels",
 )
 DEMO_PROMPT = "Rev3:1 And I saw a great"
 # transformers' own generation flags: name -> (type, least, most, only with --do-sample)
@@ -64,28 +81,46 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
     engine = p.add_argument_group("engine")
-    engine.add_argument("--mode", choices=MODES, default=default.mode, help="default: %(default)s")
-    engine.add_argument(
+    add = engine.add_argument
+    add("--system", choices=SYSTEMS, help="a preset for the options below; default: default")
+    add("--mode", choices=MODES, help=f"default: {default.mode}")
+    add(
         "--memory",
-        default=default.memory,
-        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; default: %(default)s',
+        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; '
+        f"default: {default.memory}%",
     )
-    engine.add_argument(
-        "--t1", type=float, default=default.t1, help="gate score up to which an expert is HIGH; default: %(default)s"
+    add(
+        "--device-memory",
+        metavar="BYTES",
+        help='instead of --memory: for dense weights, KV cache and experts together; "auto": what is free less a tenth',
     )
-    engine.add_argument(
-        "--t2", type=float, default=default.t2, help="score above which it is skipped; default: %(default)s"
+    add(
+        "--host-memory",
+        metavar="BYTES",
+        help="for a second tier of experts in host memory, with a GPU or --link; a share is one of all twins; default: none",
     )
-    engine.add_argument(
+    add("--t1", type=float, help=f"gate score up to which an expert is HIGH; default: {default.t1}")
+    add("--t2", type=float, help=f"score above which it is skipped; default: {default.t2}")
+    add(
         "--low-share",
-        type=float,
-        default=default.low_share,
-        help="share of the memory for LOW twins; default: %(default)s",
+        type=_share,
+        help='share of the memory for LOW twins; "auto": a tenth; "floor": all of them are resident; default: auto',
     )
-    engine.add_argument("--policy", choices=POLICIES, default=default.policy, help="eviction; default: %(default)s")
-    engine.add_argument(
-        "--kernels", choices=KERNELS, default=default.kernels, help="what computes the experts; default: %(default)s"
+    add(
+        "--upgrade",
+        choices=("wait", "async"),
+        help="async: where HIGH is wanted and only LOW is resident, LOW serves and HIGH comes later; default: wait",
     )
+    add("--policy", choices=POLICIES, help=f"eviction; default: {default.policy}")
+    add(
+        "--admission",
+        choices=("stream", "evict"),
+        help=f"what a prompt may do to the resident experts; default: {default.admission}",
+    )
+    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {default.prefetch}")
+    add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
+    add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
+    p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))
     engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
     engine.add_argument(
         "--dtype",
@@ -106,8 +141,11 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    config = Config(args.mode, args.t1, args.t2, args.memory, args.low_share, args.policy, args.kernels)
     device = _device(args.device)
+    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    if options.get("device_memory") == "auto":
+        options["device_memory"] = free_memory(device) * 9 // 10
+    config = Config.make(**options)
     sampling = _sampling(args)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -118,11 +156,13 @@ def main() -> None:
     ids = _encode(tokenizer, prompt, args.raw)
     model_config = read_config(folder)
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
-    plan = make_plan(config, manifest)
+    config = replace(config, context=context)
     dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
-    dense = plan.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
+    dense = manifest.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
+    kv = kv_bytes(model_config, context, dtype.itemsize)
+    plan = make_plan(config, manifest, dense, kv)
     if args.stats == "table":
-        show_plan(plan, config, dense, kv_bytes(model_config, context, dtype.itemsize), context)
+        show_plan(plan, config, kv)
     if args.stats != "json" and config.mode == "adaptive":
         say(ADAPTIVE)
 
@@ -264,20 +304,32 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def _share(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # "auto", "floor", or refused with the others
+
+
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def show_plan(plan: Plan, config: Config, dense: int, kv: int | None, context: int) -> None:
+def show_plan(plan: Plan, config: Config, kv: int | None) -> None:
     """What will be held in memory, before anything is loaded."""
-    table = Table(title=f"plan: mode {config.mode}, policy {config.policy}", title_justify="left")
+    ahead = f"prefetch {config.prefetch} layers ahead" if config.prefetch else "no prefetch"
+    title = f"plan: mode {config.mode}, policy {config.policy}, {ahead}, prompts {config.admission}"
+    table = Table(title=title, title_justify="left")
     for column in ("in memory", "bytes", "what"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
-    table.add_row("dense weights", human(dense), "attention, norms, routers, embeddings")
-    table.add_row("KV cache", "unknown" if kv is None else human(kv), f"{context} tokens at most")
+    table.add_row("dense weights", human(plan.dense_bytes), "attention, norms, routers, embeddings")
+    table.add_row("KV cache", "unknown" if kv is None else human(kv), f"{config.context} tokens at most")
     for precision, slots in plan.slots.items():
         what = f"{slots} of {plan.experts} experts ({slots / plan.experts:.0%}), {human(plan.stride[precision])} each"
         table.add_row(f"{precision.name} slots", human(slots * plan.stride[precision]), what)
+    for precision, slots in plan.host_slots.items():
+        what = f"{slots} of {plan.experts} experts, in host memory"
+        table.add_row(f"{precision.name}, host tier", human(slots * plan.stride[precision]), what)
     console.print(table)
     all_high = plan.experts * plan.stride[Precision.HIGH]
     share = (
@@ -313,8 +365,22 @@ def show_stats(model: PreTrainedModel, how: str) -> None:
         rate = stats["tokens_per_second"][phase]
         say(f"{phase}: {tokens[phase]} tokens in {seconds[phase]:.2f} s" + (f", {rate:.1f} tokens/s" if rate else ""))
     say(
-        f"time: {seconds['load']:.2f} s loading, {seconds['compute']:.2f} s in experts, {seconds['rest']:.2f} s elsewhere"
+        f"time: {seconds['stall']:.2f} s waiting for experts, {seconds['compute']:.2f} s computing them, "
+        f"{seconds['rest']:.2f} s elsewhere"
     )
+    early = stats["prefetch"]
+    if early["bytes"]:
+        say(
+            f"prefetch: {human(early['bytes'])}, {human(early['wasted_bytes'])} of them in vain; "
+            f"{_percent(early['coverage'])} of what was missing; next layer's experts right: "
+            f"{_percent(early['top1_right'])} the first, {_percent(early['all_right'])} all"
+        )
+    if early["failed"]:
+        say(f"note: {early['failed']} prefetches failed to read")
+    if stats["calls"]["degraded"]:
+        say(f"degraded: {stats['calls']['degraded']:,} calls wanted HIGH and were served LOW (--upgrade async)")
+    if stats["layers_not_predicted"]:
+        say(f"note: no predictions for MoE layers {stats['layers_not_predicted']}: their routers are of another kind")
     say("kernels: " + ", ".join(f"{name} for {word.upper()}" for word, name in stats["kernels"].items()))
     if not stats["reads_bypass_page_cache"]:
         say("note: this file system has no O_DIRECT, so reads may have come from the page cache")

@@ -18,6 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from apex_engine.config import Config
 from apex_engine.engine import Engine
 from apex_engine.experts import ApexExperts
+from apex_engine.plan import free_memory, kv_bytes
+from apex_engine.predictor import Predictor
 from apex_engine.quantize.checkpoint import MANIFEST, Manifest, guard_name
 from apex_engine.quantize.source import find_experts
 from apex_engine.vocabulary import ApexError
@@ -31,6 +33,8 @@ def load(
     `model.apex` is the `Engine`: `model.apex.stats()`. Raises ApexError for an unfinished or foreign checkpoint, an unknown
     option, a budget that is too small.
     """
+    if options.get("device_memory") == "auto":
+        options["device_memory"] = free_memory(torch.device(device)) * 9 // 10
     Config.make(**options)
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / MANIFEST).is_file():
@@ -41,7 +45,9 @@ def load(
         Manifest.read(folder)
     config = read_config(folder)
     config.quantization_config = {**config.quantization_config, "runtime": options}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto").to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto").to(device)
+    model.apex.prepare(model.device, model.dtype)
+    return model
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -86,8 +92,12 @@ class ApexQuantizer(HfQuantizer):
     ) -> None:
         if not checkpoint_files:
             raise ApexError("an apex checkpoint is loaded from its directory, not from a state dict")
-        self._engine = Engine(Path(checkpoint_files[0]).parent, Config.make(**self.quantization_config.runtime))
+        folder, options = Path(checkpoint_files[0]).parent, Config.make(**self.quantization_config.runtime)
+        itemsize = torch.get_default_dtype().itemsize  # transformers has set it to the model's
+        dense = Manifest.read(folder).dense_bytes * itemsize // (read_config(folder).dtype or torch.float32).itemsize
+        self._engine = Engine(folder, options, dense, kv_bytes(model.config, options.context, itemsize))
         modules = find_experts(model)
+        self._experts = list(modules)
         layers = self._engine.manifest.layers
         if [name.removeprefix("model.") for name in modules] != [
             layer.module.removeprefix("model.") for layer in layers
@@ -106,6 +116,12 @@ class ApexQuantizer(HfQuantizer):
                 module.engine = self._engine
         model.requires_grad_(False)
         model.apex = self._engine
+        if self._engine.config.prefetch:
+            layers = []
+            for name in self._experts:
+                block = name.rpartition(".")[0]
+                layers.append((model.get_submodule(block.rpartition(".")[0]), model.get_submodule(block)))
+            self._engine.predictor = Predictor(layers, self._engine.config.correct_norm)
         _watch(model, self._engine)
         return model
 
@@ -136,8 +152,8 @@ def _watch(model: PreTrainedModel, engine: Engine) -> None:
         # By type: the argument has been called `past_key_values` and `cache` by different versions of transformers.
         past = next((value for value in given.values() if isinstance(value, Cache)), None)
         new = past is None or past.get_seq_length() == 0
-        engine.begin_pass(batch * length, new)
         phase = "decode" if length == 1 and not new else "prefill"
+        engine.begin_pass(phase, batch * length, new)
         passes[threading.get_ident()] = phase, batch * length, time.perf_counter()
 
     def after(*_: Any) -> None:

@@ -31,8 +31,19 @@ class Ledger:
     sequences: int = 0
     tokens: dict[str, int] = field(default_factory=lambda: {"prefill": 0, "decode": 0})
     seconds: dict[str, float] = field(default_factory=lambda: {"prefill": 0.0, "decode": 0.0})  # of forward passes
-    load_seconds: float = 0.0
+    stall_seconds: float = 0.0  # a step had nothing to do but wait for twins
+    stall_busy_seconds: float = 0.0  # of these, with something on its way
+    busy_seconds: float = 0.0  # something was on its way
     compute_seconds: float = 0.0
+    degraded: int = 0  # calls that wanted HIGH and got the resident LOW (`upgrade="async"`)
+    prefetched_bytes: int = 0  # brought before anyone asked
+    useful_bytes: int = 0  # of these, of twins asked for while they were there or on their way
+    failed_prefetches: int = 0
+    predicted: int = 0  # (token, layer) pairs of decoding that were predicted
+    predicted_top1: int = 0  # with the likeliest expert right
+    predicted_all: int = 0  # with all of them right
+    missing: int = 0  # uses of twins that were not resident, or only thanks to a prefetch
+    foreseen: int = 0  # of these, the ones that were prefetched or on their way
 
     def summary(self) -> dict[str, Any]:
         """Plain JSON: counts, shares, rates, seconds. A rate without a denominator is None."""
@@ -42,7 +53,7 @@ class Ledger:
             "sequences": self.sequences,
             "tokens": dict(self.tokens),
             "tokens_per_second": {phase: _rate(self.tokens[phase], self.seconds[phase]) for phase in self.tokens},
-            "calls": {"total": calls, **_by_word(self.calls)},
+            "calls": {"total": calls, **_by_word(self.calls), "degraded": self.degraded},
             "share_of_calls": {p.word: _rate(self.calls[p], calls) for p in reversed(Precision)},
             "share_of_gate_mass": {p.word: _rate(self.mass[p], mass) for p in reversed(Precision)},
             "asked": _by_word(self.asked),
@@ -50,11 +61,23 @@ class Ledger:
             "loads": {p.word: self.loads[p] for p in TWINS},
             "hit_rate": {p.word: _rate(self.hits[p], self.hits[p] + self.loads[p]) for p in TWINS},
             "bytes_read": {"total": sum(self.bytes_read.values()), **{p.word: self.bytes_read[p] for p in TWINS}},
+            "prefetch": {
+                "bytes": self.prefetched_bytes,
+                "useful_bytes": self.useful_bytes,
+                "wasted_bytes": self.prefetched_bytes - self.useful_bytes,
+                "failed": self.failed_prefetches,
+                "coverage": _rate(self.foreseen, self.missing),
+                "predictions": self.predicted,
+                "top1_right": _rate(self.predicted_top1, self.predicted),
+                "all_right": _rate(self.predicted_all, self.predicted),
+            },
             "seconds": {
                 **self.seconds,
-                "load": self.load_seconds,
+                "stall": self.stall_seconds,
+                "stall_while_loading": self.stall_busy_seconds,
+                "loading": self.busy_seconds,
                 "compute": self.compute_seconds,
-                "rest": max(0.0, forward - self.load_seconds - self.compute_seconds),
+                "rest": max(0.0, forward - self.stall_seconds - self.compute_seconds),
             },
         }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from transformers import PretrainedConfig
 
 from apex_engine.config import Config, parse_memory
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.vocabulary import ApexError, Precision
+
+AUTO_LOW_SHARE = 0.1  # measured: docs/runtime.md
+LEAST_HOST_SLOTS = 4  # as many as there are workers, each of which may be filling one
 
 
 @dataclass(frozen=True)
@@ -20,32 +26,72 @@ class Plan:
     stride: dict[Precision, int]
     slots: dict[Precision, int]
     dense_bytes: int
+    host_slots: dict[Precision, int]  # of the host tier; empty without
 
     @property
     def slot_bytes(self) -> int:
         return sum(self.slots[p] * self.stride[p] for p in self.slots)
 
+    @property
+    def host_bytes(self) -> int:
+        return sum(n * self.stride[p] for p, n in self.host_slots.items())
 
-def make_plan(config: Config, manifest: Manifest) -> Plan:
-    """Raises ApexError, with the number needed, where the budget does not hold one slot of each twin the mode uses."""
+    @property
+    def host_holds_all(self) -> bool:
+        return bool(self.host_slots) and min(self.host_slots.values()) == self.experts
+
+
+def make_plan(config: Config, manifest: Manifest, dense_bytes: int | None = None, kv: int | None = 0) -> Plan:
+    """`dense_bytes`, `kv`: of the model as it is computed, for `device_memory`; `kv` None where it is not known.
+
+    Raises ApexError, with the number needed, where the budget does not hold one slot of each twin the mode uses.
+    """
     total = manifest.experts * len(manifest.layers)
+    dense = manifest.dense_bytes if dense_bytes is None else dense_bytes
     stride = {Precision.HIGH: manifest.high.stride, Precision.LOW: manifest.low.stride}
-    budget = parse_memory(config.memory, total * stride[Precision.HIGH])
     used = [Precision.HIGH] if config.mode == "exact" else [Precision.HIGH, Precision.LOW]
-    least = sum(stride[p] for p in used)
+    floor = config.low_share == "floor" and Precision.LOW in used
+    least = stride[Precision.HIGH] + (stride[Precision.LOW] * (total if floor else 1) if Precision.LOW in used else 0)
+    if config.device_memory is None:
+        budget, rest, name = parse_memory(config.memory, total * stride[Precision.HIGH]), 0, f"memory {config.memory}"
+    else:
+        rest = dense + (kv or 0)
+        budget = parse_memory(config.device_memory, 0) - rest
+        name = f"device_memory {config.device_memory}"
     if budget < least:
+        after = f" after {rest:,} for dense weights and the KV cache" if rest else ""
         raise ApexError(
-            f"memory {config.memory} is {budget:,} bytes, but one slot for each twin takes {least:,}: "
-            f"give at least {least} (that runs, slowly), or a share such as 25%"
+            f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but {'every LOW twin' if floor else 'one slot'} "
+            f"and one HIGH slot take {least:,}: give at least {least + rest} (that runs, slowly)"
+            if Precision.LOW in used
+            else f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but one slot takes {least:,}: "
+            f"give at least {least + rest} (that runs, slowly)"
         )
     low = 0
     if Precision.LOW in used:
-        low = min(total, max(1, int(budget * config.low_share) // stride[Precision.LOW]))
+        share = {"auto": AUTO_LOW_SHARE, "floor": 1.0}.get(str(config.low_share), config.low_share)
+        low = total if floor else min(total, max(1, int(budget * float(share)) // stride[Precision.LOW]))
         low = min(low, (budget - stride[Precision.HIGH]) // stride[Precision.LOW])
     high = min(total, (budget - low * stride[Precision.LOW]) // stride[Precision.HIGH])
     if low:  # what is left is less than a HIGH slot, or every HIGH twin is resident: more LOW slots
         low = min(total, (budget - high * stride[Precision.HIGH]) // stride[Precision.LOW])
-    return Plan(total, budget, stride, {Precision.HIGH: high, Precision.LOW: low}, manifest.dense_bytes)
+    slots = {Precision.HIGH: high, Precision.LOW: low}
+    return Plan(total, budget, stride, slots, dense, _host_slots(config, total, {p: stride[p] for p in used}))
+
+
+def _host_slots(config: Config, total: int, stride: dict[Precision, int]) -> dict[Precision, int]:
+    """As many of each twin as fit: the same share of both."""
+    everything = total * sum(stride.values())
+    budget = parse_memory(config.host_memory, everything)
+    if not budget:
+        return {}
+    slots = {p: min(total, int(total * budget / everything)) for p in stride}
+    if min(slots.values()) < LEAST_HOST_SLOTS and budget < everything:
+        raise ApexError(
+            f"host_memory {config.host_memory} is {budget:,} bytes, too few for {LEAST_HOST_SLOTS} experts of each twin: give "
+            f"at least {-(-everything * LEAST_HOST_SLOTS // total)}, or 0 for no host tier"
+        )
+    return slots
 
 
 def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None:
@@ -66,3 +112,18 @@ def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None
         return int(text.num_hidden_layers * width * tokens * itemsize)
     except Exception:  # families whose layers differ raise errors of their own for attributes without one value
         return None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be had now: of the GPU, or of this machine and the control group the process is in."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable:"]) << 10  # what the page cache holds can be had too
+        group = Path("/sys/fs/cgroup")
+        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (OSError, KeyError, ValueError):  # no limit reads "max"
+        pass
+    return free

@@ -57,6 +57,47 @@ class Lru:
         return self._last[precision, layers, experts]
 
 
+class Lfu:
+    """Least frequently used first: uses of the twin in this sequence, by the tokens that used it."""
+
+    def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
+        self._uses = np.zeros((3, layers, experts))
+
+    def start_sequence(self) -> None:
+        self._uses[:] = 0
+
+    def start_pass(self, tokens: int) -> None:
+        pass
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        self._uses[precision, layer, expert] += count
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        return self._uses[precision, layers, experts]
+
+
+class Lfru:
+    """Uses / (age + 1), age in passes since the last use: frequency that fades (best causal policy of a comparison of 2026)."""
+
+    def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
+        self._uses, self._last = np.zeros((3, layers, experts)), np.zeros((3, layers, experts))
+        self._pass = 0
+
+    def start_sequence(self) -> None:
+        self._uses[:] = self._last[:] = self._pass = 0
+
+    def start_pass(self, tokens: int) -> None:
+        self._pass += 1
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        self._uses[precision, layer, expert] += count
+        self._last[precision, layer, expert] = self._pass
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        age = self._pass - self._last[precision, layers, experts]
+        return self._uses[precision, layers, experts] / (age + 1)
+
+
 class Lcu:
     """Least costly used first (MoE-APEX, sequence level). An expert's priority is
 
@@ -95,4 +136,4 @@ class Lcu:
         return self._cost[layers, experts] / max(self._tokens, 1) + recent / distance
 
 
-POLICIES: dict[str, Callable[[int, int, float], Policy]] = {"lcu": Lcu, "lru": Lru}
+POLICIES: dict[str, Callable[[int, int, float], Policy]] = {"lcu": Lcu, "lru": Lru, "lfu": Lfu, "lfru": Lfru}

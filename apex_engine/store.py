@@ -1,7 +1,7 @@
-"""The twins on disk: one read an expert, straight into the memory given.
+"""The twins on disk: read straight into the memory given, whole or in parts.
 
 Reads go past the page cache (O_DIRECT) where the file system allows it: the file cache would otherwise hold a second copy of
-the experts, and make every measured load look free. Each blob's checksum is compared the first time it is read.
+the experts, and make every measured load look free. Each blob's checksum is compared the first time it was read.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class ExpertStore:
     def layout(self, precision: Precision) -> Layout:
         return self._manifest.high if precision is Precision.HIGH else self._manifest.low
 
-    def read(self, expert: ExpertId, precision: Precision, blob: Tensor) -> int:
-        """Fill `blob`, uint8 `[stride]` on the CPU at a multiple of 4096, and return the bytes read.
+    def read(self, expert: ExpertId, precision: Precision, part: Tensor, start: int = 0) -> None:
+        """Fill `part`, uint8 on the CPU at a multiple of 4096, with the blob's bytes from `start` on.
 
-        Raises ApexError naming layer, expert, precision and file where the read fails, ends early, or brings other bytes than
-        were written; `blob` then holds nothing valid.
+        Raises ApexError naming layer, expert, precision and file where the read fails or ends early; `part` then holds nothing
+        valid. Any number of threads may read at a time.
         """
         fd, offset, name = self._files[expert.layer, precision]
-        buffer = blob.numpy().data
-        position = offset + expert.expert * len(buffer)
+        buffer, stride = part.numpy().data, self.layout(precision).stride
+        position = offset + expert.expert * stride + start
         try:
             try:
                 done = _read(fd, buffer, position)
@@ -63,9 +63,16 @@ class ExpertStore:
         except OSError as error:
             raise self._error(expert, precision, name, os.strerror(error.errno or 0)) from None
         if done < len(buffer):
-            raise self._error(expert, precision, name, f"the file ends after {done:,} of {len(buffer):,} bytes")
-        self._verify(expert, precision, name, buffer)
-        return done
+            raise self._error(expert, precision, name, f"the file ends after {start + done:,} of {stride:,} bytes")
+
+    def verify(self, expert: ExpertId, precision: Precision, blob: Tensor) -> None:
+        """Compare a whole blob's checksum, the first time only. Raises ApexError where other bytes were written."""
+        if (expert, precision) in self._verified:
+            return
+        name = self._files[expert.layer, precision][2]
+        if zlib.crc32(blob.numpy().data) != self._manifest.files[name].blobs[expert.expert]:
+            raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
+        self._verified.add((expert, precision))
 
     def _open(self, index: int, layer: LayerEntry, precision: Precision) -> None:
         name = layer.high if precision is Precision.HIGH else layer.low
@@ -85,13 +92,6 @@ class ExpertStore:
             plain = os.open(self._folder / name, FLAGS)
             os.dup2(plain, fd)  # under the number everyone has
             os.close(plain)
-
-    def _verify(self, expert: ExpertId, precision: Precision, name: str, buffer: memoryview) -> None:
-        if (expert, precision) in self._verified:
-            return
-        if zlib.crc32(buffer) != self._manifest.files[name].blobs[expert.expert]:
-            raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
-        self._verified.add((expert, precision))
 
     def _error(self, expert: ExpertId, precision: Precision, name: str, what: str) -> ApexError:
         layer = self._manifest.layers[expert.layer]

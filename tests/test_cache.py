@@ -57,7 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
         slot = self.filling.pop(key)
         if works:
             self.cache.pools[key[1]].memory[slot] = self.stamp(*key)
-            self.cache.commit(key[1], slot)
+            self.cache.commit(key[1], slot, pins=1)
             self.pins[key] = 1
         else:
             self.cache.abort(key[1], slot)
@@ -95,7 +95,6 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, de
 def fill(cache, expert, precision, now=0):
     slot = cache.reserve(expert, precision, now)
     cache.commit(precision, slot)
-    cache.unpin(precision, slot)
     return slot
 
 

@@ -7,11 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from apex_engine.cache import ExpertCache
 from apex_engine.kernels.layout import ALIGN
-from apex_engine.ledger import Ledger
-from apex_engine.loader import Loader
-from apex_engine.policies import POLICIES
 from apex_engine.quantize.checkpoint import Manifest, data_offset
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
@@ -36,6 +32,11 @@ def a_blob(stride: int) -> torch.Tensor:
     return raw[start : start + stride]
 
 
+def read(store: ExpertStore, expert: ExpertId, precision: Precision, blob: torch.Tensor) -> None:
+    store.read(expert, precision, blob)
+    store.verify(expert, precision, blob)
+
+
 def test_every_blob_is_read_as_written(checkpoint):
     store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
     for index, layer in enumerate(manifest.layers):
@@ -44,7 +45,7 @@ def test_every_blob_is_read_as_written(checkpoint):
                 expected = file.get_tensor("experts")
             for expert in range(manifest.experts):
                 blob = a_blob(store.layout(precision).stride)
-                assert store.read(ExpertId(index, expert), precision, blob) == len(blob)
+                read(store, ExpertId(index, expert), precision, blob)
                 assert torch.equal(blob, expected[expert])
 
 
@@ -58,9 +59,9 @@ def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
         file.write(bytes([byte[0] ^ 4]))
     store = open_store(checkpoint)
     blob = a_blob(manifest.low.stride)
-    store.read(ExpertId(1, 2), LOW, blob)
+    read(store, ExpertId(1, 2), LOW, blob)
     with pytest.raises(ApexError) as caught:
-        store.read(ExpertId(1, 3), LOW, blob)
+        read(store, ExpertId(1, 3), LOW, blob)
     for part in ("layer 1 (model.layers.1.mlp.experts)", "expert 3", "LOW", str(path), "wrong checksum"):
         assert part in str(caught.value)
 
@@ -101,7 +102,7 @@ def test_without_direct_io_it_reads_all_the_same_and_says_so(checkpoint, monkeyp
     store = open_store(checkpoint)
     assert not store.direct
     blob = a_blob(store.layout(LOW).stride)
-    assert store.read(ExpertId(0, 0), LOW, blob) == len(blob)
+    read(store, ExpertId(0, 0), LOW, blob)
 
 
 def test_reads_that_refuse_direct_io_fall_back(checkpoint, monkeypatch):
@@ -118,45 +119,5 @@ def test_reads_that_refuse_direct_io_fall_back(checkpoint, monkeypatch):
     monkeypatch.setattr(os, "preadv", refusing)
     blob = a_blob(store.layout(LOW).stride)
     for expert in range(2):
-        assert store.read(ExpertId(1, expert), LOW, blob) == len(blob)
+        read(store, ExpertId(1, expert), LOW, blob)
     assert direct == [True, False, False] and not store.direct
-
-
-def make_loader(store, device="cpu"):
-    layouts = {precision: store.layout(precision) for precision in (HIGH, LOW)}
-    policy = POLICIES["lru"](2, 6, 0.2)
-    cache = ExpertCache(layouts, {HIGH: 2, LOW: 1}, policy, torch.device("cpu"), poison=True)
-    return Loader(store, cache, Ledger(), torch.device(device)), cache
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"], ids=["straight into the slot", "through host memory"])
-def test_fetch_fills_pins_and_counts(checkpoint, device):
-    store = open_store(checkpoint)
-    loader, cache = make_loader(store, device)
-    slot = loader.fetch(ExpertId(1, 4), HIGH, now=1)
-    expected = a_blob(store.layout(HIGH).stride)
-    store.read(ExpertId(1, 4), HIGH, expected)
-    assert torch.equal(cache.pools[HIGH].memory[slot], expected)
-    assert cache.pools[HIGH].pins[slot] == 1 and cache.find(ExpertId(1, 4), HIGH) == slot
-    assert loader.ledger.loads[HIGH] == 1 and loader.ledger.bytes_read[HIGH] == store.layout(HIGH).stride
-    cache.check_integrity()
-
-
-def test_a_failed_fetch_frees_its_slot_and_the_loader_stays_usable(checkpoint, monkeypatch):
-    store = open_store(checkpoint)
-    loader, cache = make_loader(store)
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "read", lambda *args: (_ for _ in ()).throw(ApexError("the cable is out")))
-        with pytest.raises(ApexError, match="cable"):
-            loader.fetch(ExpertId(0, 0), LOW, now=0)
-    cache.check_integrity()
-    assert cache.resident_bytes() == 0 and loader.ledger.loads[LOW] == 0
-    assert loader.fetch(ExpertId(0, 0), LOW, now=0) == 0
-
-
-def test_no_slot_while_all_are_pinned(checkpoint):
-    loader, cache = make_loader(open_store(checkpoint))
-    slot = loader.fetch(ExpertId(0, 0), LOW, now=0)
-    assert loader.fetch(ExpertId(0, 1), LOW, now=0) is None
-    cache.unpin(LOW, slot)
-    assert loader.fetch(ExpertId(0, 1), LOW, now=0) == slot

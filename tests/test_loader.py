@@ -1,0 +1,424 @@
+"""The loader against a store of its own making: right bytes, one load a twin, demands first, and nothing lost when reads fail."""
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apex_engine.cache import ExpertCache
+from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
+from apex_engine.ledger import Ledger
+from apex_engine.link import Link
+from apex_engine.loader import Load, Loader
+from apex_engine.policies import POLICIES
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+HIGH, LOW = Precision.HIGH, Precision.LOW
+SHAPE = ExpertShape(256, 384, True)  # HIGH in several blocks, LOW in one
+LAYOUTS = {
+    HIGH: Layout(SHAPE, MatrixFormat("bfloat16"), MatrixFormat("bfloat16")),
+    LOW: Layout(SHAPE, MatrixFormat("int2", 64), MatrixFormat("int2", 64)),
+}
+LAYERS, EXPERTS = 4, 8
+BLOCKS = len(Load(ExpertId(0, 0), HIGH, 0, LAYOUTS[HIGH].stride, None).todo)
+
+
+def stamp(expert, precision):
+    return 1 + expert.layer * 20 + expert.expert * 2 + (precision is HIGH)
+
+
+class Store:
+    """Blobs full of their stamp. `trouble(expert, precision, start)` may sleep or raise."""
+
+    def __init__(self, trouble=lambda *block: None):
+        self.trouble, self.blocks, self.lock = trouble, [], threading.Lock()
+
+    def read(self, expert, precision, part, start=0):
+        with self.lock:
+            self.blocks.append((expert, precision, start))
+        part[: len(part) // 2] = stamp(expert, precision)
+        self.trouble(expert, precision, start)
+        part[len(part) // 2 :] = stamp(expert, precision)
+
+    def verify(self, expert, precision, blob):
+        if not (blob == stamp(expert, precision)).all():
+            raise ApexError(f"{expert} {precision.word} came wrong")
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def make(slots=None, policy="lru", store=None, **options):
+        policy = POLICIES[policy](LAYERS, EXPERTS, 0.2)
+        cache = ExpertCache(LAYOUTS, slots or {HIGH: 3, LOW: 3}, policy, torch.device("cpu"), poison=True)
+        loader = Loader(store or Store(), cache, Ledger(), torch.device("cpu"), **options)
+        made.append(loader)
+        return loader, cache
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+def a_host(slots):
+    policy = POLICIES["lru"](LAYERS, EXPERTS, 1.0)
+    return ExpertCache(LAYOUTS, {HIGH: slots, LOW: slots}, policy, torch.device("cpu"), poison=True)
+
+
+def acquire(loader, expert, precision=HIGH, **options):
+    with loader.lock:
+        return loader.acquire(expert, precision, expert.layer, **options)
+
+
+def expect(loader, expert, precision=HIGH):
+    with loader.lock:
+        return loader.expect(expert, precision, 0)
+
+
+def fetch(loader, expert, precision=HIGH):
+    """The twin's slot, pinned."""
+    held = acquire(loader, expert, precision)
+    return loader.arrived([held])[0].slot if isinstance(held, Load) else held
+
+
+def until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it does not happen"
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("host", [0, 4, 32], ids=["no host tier", "a host cache", "a host tier with room for all"])
+@pytest.mark.parametrize("link", [None, Link(1e9, 1e-5)], ids=["", "link"])
+def test_every_twin_arrives_whole(make, host, link):
+    tier = a_host(host) if host else None
+    loader, cache = make(link=link, host=tier)
+    misses = 0
+    for _ in range(2):
+        for layer in range(LAYERS):
+            for e in range(EXPERTS):
+                for precision in (HIGH, LOW):
+                    expert = ExpertId(layer, e)
+                    misses += cache.find(expert, precision) is None
+                    slot = fetch(loader, expert, precision)
+                    assert (cache.pools[precision].memory[slot] == stamp(expert, precision)).all()
+                    assert cache.pools[precision].pins[slot] == 1
+                    loader.release([(precision, slot)])
+    loads, nbytes = loader.ledger.loads, loader.ledger.bytes_read
+    assert sum(loads.values()) == misses
+    assert all(nbytes[precision] == loads[precision] * LAYOUTS[precision].stride for precision in (HIGH, LOW))
+    cache.check_integrity()
+    if tier:
+        tier.check_integrity()
+        whole = LAYERS * EXPERTS * (BLOCKS + 1)
+        assert len(loader._store.blocks) == whole if host == 32 else whole < len(loader._store.blocks) <= 2 * whole
+        assert not any(pool.pins.any() for pool in tier.pools.values())
+
+
+def test_one_load_however_many_ask(make):
+    store = Store(lambda *block: time.sleep(0.01))
+    loader, cache = make(store=store)
+    expert = ExpertId(0, 0)
+    expect(loader, expert)
+    loads = [acquire(loader, expert) for _ in range(3)]
+    assert loads[0] is loads[1] is loads[2]
+    for load in loads:
+        assert loader.arrived([load]) == [load]
+    assert len(store.blocks) == BLOCKS and cache.pools[HIGH].pins[loads[0].slot] == 3
+    loader.release([(HIGH, loads[0].slot)] * 3)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("host", [0, 4])
+def test_a_failed_read_frees_its_slot_and_the_loader_stays_usable(make, host):
+    def trouble(expert, precision, start):
+        if broken and start:
+            raise ApexError(f"layer {expert.layer}, expert {expert.expert}: the cable is out")
+
+    broken, tier = True, a_host(host) if host else None
+    loader, cache = make(store=Store(trouble), host=tier)
+    with pytest.raises(ApexError, match="layer 0, expert 0: the cable is out"):
+        fetch(loader, ExpertId(0, 0))
+    with loader.lock:
+        cache.check_integrity()
+    assert cache.resident_bytes() == 0 and loader.ledger.loads[HIGH] == 0
+    broken = False
+    assert (cache.pools[HIGH].memory[fetch(loader, ExpertId(0, 0))] == stamp(ExpertId(0, 0), HIGH)).all()
+    if tier:
+        tier.check_integrity()
+
+
+def test_wrong_bytes_do_not_become_resident(make):
+    store = Store()
+    store.verify = lambda *args: (_ for _ in ()).throw(ApexError("wrong checksum"))
+    loader, cache = make(store=store)
+    with pytest.raises(ApexError, match="wrong checksum"):
+        fetch(loader, ExpertId(1, 1), LOW)
+    assert cache.resident_bytes() == 0
+
+
+def test_a_failed_prefetch_is_counted_and_tried_again_when_needed(make):
+    def trouble(*block):
+        if broken:
+            raise ApexError("no")
+
+    broken = True
+    loader, cache = make(store=Store(trouble))
+    expect(loader, ExpertId(0, 0))
+    until(lambda: loader.ledger.failed_prefetches)
+    broken = False
+    fetch(loader, ExpertId(0, 0))
+    cache.check_integrity()
+
+
+def test_a_prefetch_that_is_used(make):
+    loader, _ = make()
+    expert = ExpertId(2, 3)
+    assert expect(loader, expert) == LAYOUTS[HIGH].stride
+    until(lambda: not loader._loads)
+    assert expect(loader, expert) == 0
+    assert not isinstance(acquire(loader, expert), Load)
+    ledger = loader.ledger
+    assert ledger.prefetched_bytes == ledger.useful_bytes == LAYOUTS[HIGH].stride
+    assert (ledger.missing, ledger.foreseen, ledger.loads[HIGH]) == (1, 1, 0)
+
+
+def test_a_demand_overtakes_a_prefetch_at_the_next_block(make):
+    """One worker, so that the order is that of the queue."""
+    running, gate = threading.Event(), threading.Event()
+
+    def trouble(expert, precision, start):
+        running.set()
+        assert gate.wait(20)
+
+    store = Store(trouble)
+    loader, cache = make(store=store, workers=1)
+    early, urgent = ExpertId(1, 0), ExpertId(0, 0)
+    expect(loader, early)
+    assert running.wait(20)
+    load = acquire(loader, urgent)
+    gate.set()
+    until(lambda: load.over)
+    assert [expert for expert, _, _ in store.blocks[: 1 + BLOCKS]] == [early] + [urgent] * BLOCKS
+    until(lambda: not loader._loads)
+    assert cache.find(early, HIGH) is not None
+
+
+def test_what_was_fetched_for_a_layer_in_vain_is_dropped(make):
+    running, gate = threading.Event(), threading.Event()
+
+    def trouble(expert, precision, start):
+        running.set()
+        assert gate.wait(20)
+
+    store = Store(trouble)
+    loader, cache = make(store=store, workers=1)
+    for e in range(3):
+        expect(loader, ExpertId(1, e))
+    expect(loader, ExpertId(2, 0))
+    assert running.wait(20)
+    with loader.lock:
+        loader.drop(1)
+    gate.set()
+    until(lambda: not loader._loads)
+    assert {expert.layer for expert, _, start in store.blocks if start} == {2}
+    assert cache.resident_bytes() == LAYOUTS[HIGH].stride
+    cache.check_integrity()
+
+
+def test_a_dropped_prefetch_that_is_wanted_after_all(make):
+    running, gate = threading.Event(), threading.Event()
+
+    def trouble(expert, precision, start):
+        running.set()
+        assert gate.wait(20)
+
+    store = Store(trouble)
+    loader, cache = make(store=store, workers=1)
+    expect(loader, ExpertId(1, 0))
+    assert running.wait(20)
+    with loader.lock:
+        loader.drop(1)
+    load = acquire(loader, ExpertId(1, 0))
+    gate.set()
+    (there,) = loader.arrived([load])
+    assert len(store.blocks) == BLOCKS
+    assert (cache.pools[HIGH].memory[there.slot] == stamp(ExpertId(1, 0), HIGH)).all()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_demand_gets_a_slot_that_prefetches_hold(make, slots):
+    loader, cache = make(slots={HIGH: slots}, workers=1)
+    for e in range(slots):
+        expect(loader, ExpertId(2, e))
+    until(lambda: not loader._loads)
+    assert cache.pools[HIGH].masked.all()
+    for e in range(4):
+        slot = fetch(loader, ExpertId(0, e))
+        loader.release([(HIGH, slot)])
+    with loader.lock:
+        cache.check_integrity()
+
+
+def test_more_demands_than_slots_go_in_turns(make):
+    loader, cache = make(slots={HIGH: 2})
+    with loader.lock:
+        coming = [loader.acquire(ExpertId(0, e), HIGH, 0) for e in range(EXPERTS)]
+    seen = set()
+    while coming:
+        for load in loader.arrived(coming):
+            assert (cache.pools[HIGH].memory[load.slot] == stamp(load.expert, HIGH)).all()
+            seen.add(load.expert.expert)
+            loader.release([(HIGH, load.slot)])
+    assert seen == set(range(EXPERTS))
+
+
+def test_closing_wakes_who_waits_and_ends_the_threads(make):
+    gate = threading.Event()
+    loader, cache = make(store=Store(lambda *block: gate.wait(20)), slots={HIGH: 1})
+    errors = []
+
+    def wait(e):
+        try:
+            fetch(loader, ExpertId(0, e))
+        except ApexError as error:
+            errors.append(str(error))
+
+    waiting = [threading.Thread(target=wait, args=(e,)) for e in range(2)]
+    for thread in waiting:
+        thread.start()
+    until(lambda: len(loader._loads) == 2)
+    threading.Timer(0.05, gate.set).start()
+    loader.close()
+    for thread in waiting:
+        thread.join(20)
+    assert len(errors) >= 1 and all("closed" in error for error in errors)
+    assert not any(thread.is_alive() for thread in loader._threads)
+    with pytest.raises(ApexError, match="closed"):
+        fetch(loader, ExpertId(1, 1))
+    cache.check_integrity()
+
+
+class TestLink:
+    def test_parse(self):
+        link = Link.parse("2GB/s,20us")
+        assert (link.bytes_per_second, link.latency) == (2e9, pytest.approx(2e-5))
+        assert Link.parse("150MB/s").latency == 0
+
+    @pytest.mark.parametrize("text", ["", "fast", "2GB", "0GB/s", "2GB/s,5", "-1GB/s"])
+    def test_what_is_not_understood(self, text):
+        with pytest.raises(ApexError, match="2GB/s,20us"):
+            Link.parse(text)
+
+    def test_transfers_queue_up(self):
+        link = Link(1e6)
+        start = time.perf_counter()
+        threads = [threading.Thread(target=link.transfer, args=(20_000,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert time.perf_counter() - start >= 0.06
+        assert link.busy_seconds == pytest.approx(0.06)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    slots=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    host=st.sampled_from([0, 4, 9]),
+    policy=st.sampled_from(sorted(POLICIES)),
+    failing=st.sampled_from([0.0, 0.05, 0.3]),
+    slow=st.sampled_from([0.0, 0.1]),
+)
+@settings(max_examples=10, deadline=None)
+def test_threads_at_random(seed, slots, host, policy, failing, slow):
+    """1,000 operations from four threads in each example: what they get is theirs and whole, nothing is lost, nothing hangs."""
+    chance = random.Random(seed)
+
+    def trouble(expert, precision, start):
+        if chance.random() < slow:
+            time.sleep(0.0005)
+        if chance.random() < failing:
+            raise ApexError("a read failed, half done")
+
+    store, tier = Store(trouble), a_host(host) if host else None
+    cache = ExpertCache(
+        LAYOUTS,
+        dict(zip((HIGH, LOW), slots, strict=True)),
+        POLICIES[policy](LAYERS, EXPERTS, 0.2),
+        torch.device("cpu"),
+        poison=True,
+    )
+    loader = Loader(store, cache, Ledger(), torch.device("cpu"), host=tier)
+    problems = []
+
+    def use(loads):
+        while loads:
+            try:
+                for load in loader.arrived(loads):
+                    whole = (cache.pools[load.precision].memory[load.slot] == stamp(load.expert, load.precision)).all()
+                    assert whole, f"{load.expert} {load.precision.word} is not what was asked for"
+                    loader.release([(load.precision, load.slot)])
+            except ApexError:
+                pass
+
+    def check():
+        with loader.lock:
+            cache.check_integrity()
+            if tier:
+                tier.check_integrity()
+
+    def run(number):
+        mine = random.Random(f"{seed} {number}")
+        try:
+            for _ in range(250):
+                layer, kind = mine.randrange(LAYERS), mine.random()
+                precision = mine.choice([HIGH, LOW])
+                some = [ExpertId(layer, e) for e in mine.sample(range(EXPERTS), mine.randint(1, 3))]
+                if kind < 0.6:
+                    share = mine.choice([None, None, 1])
+                    coming = []
+                    for (
+                        expert
+                    ) in some:  # one at a time: threads that hold one slot and want another could wait for each other
+                        held = acquire(loader, expert, precision, share=share)
+                        if isinstance(held, Load):
+                            coming.append(held)
+                        else:
+                            loader.release([(precision, held)])
+                    if mine.random() < 0.1:
+                        loader.forget(coming)
+                    else:
+                        use(coming)
+                elif kind < 0.9:
+                    for expert in some:
+                        expect(loader, expert, precision)
+                elif kind < 0.98:
+                    with loader.lock:
+                        loader.drop(layer)
+                else:
+                    with loader.lock:
+                        loader.drop_all()
+                        cache.end_streaming()
+                check()
+        except BaseException as error:
+            problems.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    hanging = [thread for thread in threads if thread.is_alive()]
+    if not hanging:
+        loader.close()
+    assert not problems and not hanging
+    cache.check_integrity()
+    assert not any(pool.pins.any() for pool in cache.pools.values()), "a pin was lost"
+    assert not loader._loads and not loader._moving
