@@ -26,6 +26,7 @@ class Config:
             "adaptive": the score is asked only about experts that are not resident.
     t1, t2  Thresholds of the cumulative gate score: HIGH up to t1, LOW up to t2, skipped above (MoE-APEX: 0.6, 0.9 for Mixtral).
             A negative t1 makes even a token's first expert LOW: for judging the LOW twins.
+    first_t1  The t1 of the first MoE layer, where it is higher than the others': what goes wrong there goes through all layers.
     memory  Bytes of resident experts: a number, "6GiB", or "25%" of the bytes of all HIGH twins. Dense weights and the KV
             cache come on top; the plan shows all three.
     device_memory  Instead of `memory`: bytes for all of it, the KV cache of `context` tokens included. "auto" is what is free
@@ -46,8 +47,9 @@ class Config:
     """
 
     mode: str = "adaptive"
-    t1: float = 0.6
-    t2: float = 0.9
+    t1: float = 0.5
+    t2: float = 0.95
+    first_t1: float = 0.8
     memory: int | str = "25%"
     device_memory: int | str | None = None
     context: int = 2048
@@ -68,11 +70,13 @@ class Config:
         _choice("upgrade", self.upgrade, ("wait", "async"))
         _choice("admission", self.admission, ("stream", "evict"))
         share = self.low_share if self.low_share not in ("auto", "floor") else 0.0
-        for name, value in (("t1", self.t1), ("t2", self.t2), ("low_share", share)):
+        for name, value in (("t1", self.t1), ("t2", self.t2), ("first_t1", self.first_t1), ("low_share", share)):
             if not isinstance(value, (int, float)):
                 raise ApexError(f"{name} must be a number, not {value!r}")
         if not (self.t1 <= self.t2 <= 1.0 and self.t1 >= -1.0):
             raise ApexError(f"thresholds must satisfy -1 <= t1 <= t2 <= 1, not t1 {self.t1}, t2 {self.t2}")
+        if not -1.0 <= self.first_t1 <= 1.0:
+            raise ApexError(f"first_t1 is a threshold between -1 and 1, not {self.first_t1}")
         if not 0.0 <= float(share) <= 1.0:
             raise ApexError(f'low_share is a share of memory between 0 and 1, "auto" or "floor", not {self.low_share}')
         if not (isinstance(self.prefetch, int) and 0 <= self.prefetch <= 4):
@@ -109,7 +113,7 @@ class Config:
 # without twins do.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "default": {},
-    "apex": {"policy": "lcu", "admission": "evict", "prefetch": 2, "correct_norm": False},
+    "apex": {"policy": "lcu", "admission": "evict", "prefetch": 2, "correct_norm": False, "first_t1": 0.6, "t1": 0.6, "t2": 0.9},
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},
 }
 

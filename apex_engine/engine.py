@@ -38,6 +38,10 @@ from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
 
+LEAST_TRUST = 0.5  # a layer whose experts are predicted worse than this is not prefetched for the rest of the sequence
+COUNT, ZEROS = np.arange(1025), np.zeros(1024, np.int64)  # of the pairs of one token
+
+
 class Engine:
     """The experts of one model: `model.apex`. One lock serialises layer steps and everything else that changes state.
 
@@ -63,13 +67,14 @@ class Engine:
         }  # of a layer, while a prompt streams
         self._all_resident = self.plan.slots[Precision.HIGH] == self.plan.experts and config.mode == "exact"
         self._degrade = config.upgrade == "async"
-        self._link = Link.parse(config.link) if config.link else None
+        self.link = Link.parse(config.link) if config.link else None
         self._cache: ExpertCache | None = None  # made on the device of the first token
         self._loader: Loader | None = None
         self._kernels: dict[Precision, Kernel] = {}
         self._streaming = False
         self._pace = _Pace()
         self._expected: dict[int, list[int]] = {}  # layer -> predicted choice of the token being decoded
+        self._trust = np.ones(layers)  # share of a layer's choice that was predicted, of late in this sequence
         self._closed = False
         self._lock = threading.Lock()
 
@@ -125,6 +130,7 @@ class Engine:
             if new_sequence:
                 self._policy.start_sequence()
                 self.ledger.sequences += 1
+                self._trust[:] = 1.0
             self._policy.start_pass(tokens)
             self._streaming = phase == "prefill" and self.config.admission == "stream"
             self._expected.clear()
@@ -152,7 +158,7 @@ class Engine:
             self._pace.step(self.ledger.useful_bytes, loader.rate)
             weights = weights.float()
             gates, ids = weights.cpu().numpy(), chosen.cpu().numpy()
-            wishes = self._wishes(gates)
+            wishes = self._wishes(layer, gates)
             out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
             job = _Job(layer, x, weights.flatten(), activation, out)
             ready: dict[Precision, list[tuple[Use, int]]] = {}
@@ -179,8 +185,9 @@ class Engine:
                 self._look_ahead(layer, x, ids, gates, cache, loader)
                 self._serve(job, ready, coming, loader)
             finally:
-                loader.forget(coming)
-                loader.release([(p, slot) for p, served in ready.items() for _, slot in served])
+                if coming or ready:  # it failed
+                    loader.forget(coming)
+                    loader.release([(p, slot) for p, served in ready.items() for _, slot in served])
             return out.sum(1).to(x.dtype)
 
     def _serve(
@@ -213,7 +220,7 @@ class Engine:
         """Predict the coming layers, as far as nothing is missing there; keep what they will use, and fetch what is missing: no
         more than the link brings while nobody waits for it."""
         if len(ids) == 1 and layer in self._expected:
-            self._judge(self._expected.pop(layer), ids, gates)
+            self._judge(layer, self._expected.pop(layer), ids, gates)
         predictor, pace = self.predictor, self._pace
         if not self.config.prefetch or not predictor or not predictor.ready or self._all_resident or self._streaming:
             return
@@ -222,14 +229,15 @@ class Engine:
         start = time.thread_time()  # what it takes from the computation; waiting for the processor is not its cost
         budget = loader.rate * pace.free
         for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
+            if self._trust[later] < LEAST_TRUST:
+                break
             found = predictor.predict(layer, later, x)
             if found is None:
                 break
             weights, chosen = found[0].float().cpu().numpy(), found[1].cpu().numpy()
             if len(ids) == 1 and later == layer + 1:
                 self._expected[later] = chosen[0][np.argsort(-np.abs(weights[0]), kind="stable")].tolist()
-            missing = self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader)
-            if missing:
+            if self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader):
                 break
         pace.looked(time.thread_time() - start)
 
@@ -245,7 +253,7 @@ class Engine:
     ) -> int:
         """Bytes that `later` is missing."""
         missing = 0
-        wishes = self._wishes(weights)
+        wishes = self._wishes(later, weights)
         with loader.lock:
             find = cache.find
             uses = dispatch(
@@ -262,23 +270,29 @@ class Engine:
         for expert in np.unique(ids[wishes == Precision.HIGH]).tolist():
             loader.expect(ExpertId(layer, expert), Precision.HIGH, layer)
 
-    def _judge(self, expected: list[int], ids: np.ndarray, gates: np.ndarray) -> None:
+    def _judge(self, layer: int, expected: list[int], ids: np.ndarray, gates: np.ndarray) -> None:
+        chosen = set(ids[0].tolist())
+        right = len(chosen.intersection(expected))
         self.ledger.predicted += 1
         self.ledger.predicted_top1 += expected[0] == int(ids[0, np.abs(gates[0]).argmax()])
-        self.ledger.predicted_all += set(expected) == set(ids[0].tolist())
+        self.ledger.predicted_all += right == len(chosen)
+        self._trust[layer] += 0.1 * (right / len(chosen) - self._trust[layer])
 
-    def _wishes(self, gates: np.ndarray) -> np.ndarray:
-        if self.config.mode == "exact":
-            return np.full(gates.shape, Precision.HIGH, np.int8)
-        return wanted(gates, self.config.t1, self.config.t2)
+    def _wishes(self, layer: int, gates: np.ndarray) -> np.ndarray:
+        config = self.config
+        if config.mode == "exact":
+            return np.full(gates.shape, int(Precision.HIGH), np.int8)
+        if layer == 0 and config.t1 >= 0:
+            return wanted(gates, max(config.t1, config.first_t1), max(config.t2, config.first_t1))
+        return wanted(gates, config.t1, config.t2)
 
     def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()
         choices = job.out.shape[1]
         slots = [slot for _, slot in served]
         if len(job.out) == 1:
-            rows = np.array([use.choices[0] for use, _ in served])
-            routed = Routed(np.arange(len(rows) + 1), np.zeros_like(rows), rows)
+            rows = np.concatenate([use.choices for use, _ in served])
+            routed = Routed(COUNT[: len(rows) + 1], ZEROS[: len(rows)], rows)
         else:
             tokens = np.concatenate([use.tokens for use, _ in served])
             rows = tokens * choices + np.concatenate([use.choices for use, _ in served])
@@ -324,7 +338,7 @@ class Engine:
             }
             layers, experts = len(self.manifest.layers), self.manifest.experts
             host = host_tier(self._layouts, self.plan, self._store, layers, experts, device)
-            self._loader = Loader(self._store, self._cache, self.ledger, device, self._link, host)
+            self._loader = Loader(self._store, self._cache, self.ledger, device, self.link, host)
             weakref.finalize(self, self._loader.close)  # a dropped model ends its threads
             if self.config.low_share == "floor" and Precision.LOW in self._cache.pools:
                 self._load_every_low_twin(self._loader)

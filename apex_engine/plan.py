@@ -13,7 +13,7 @@ from apex_engine.config import Config, parse_memory
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.vocabulary import ApexError, Precision
 
-AUTO_LOW_SHARE = 0.1  # measured: docs/runtime.md
+AUTO_LOW_SHARE = 0.05  # measured: docs/runtime.md
 LEAST_HOST_SLOTS = 4  # as many as there are workers, each of which may be filling one
 
 

@@ -47,8 +47,13 @@ class Activation:
     ) -> Activation:
         """Finds out by trying whether `apply` is SwiGLU; large values tell variants that clamp."""
         probe = torch.linspace(-300, 300, 64).view(4, 16)
-        gate, up = probe.chunk(2, -1)
-        return cls(apply, finish, gated and torch.equal(apply(probe), silu(gate) * up))
+        return cls(apply, finish, gated and torch.equal(apply(probe), swiglu(probe)))
+
+
+def swiglu(rows: Tensor) -> Tensor:
+    """Up rows `[M, 2 I]`, all gates, then all ups -> `[M, I]`."""
+    gate, up = rows.chunk(2, -1)
+    return silu(gate).mul_(up)
 
 
 class Routed(NamedTuple):
@@ -85,12 +90,18 @@ class Reference:
         self.name = "torch"
         self._layout, self._round = layout, round_inputs
         self._views = [layout.views(slot) for slot in memory]  # made once: they stay where they are
+        self._plain = layout.up.name in RAW and layout.down.name in RAW and not layout.shape.bias
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
         def expert(some: Tensor, slot: int) -> Tensor:
-            return expert_ffn(some, self._views[slot], self._layout, activation.apply, self._round)
+            views = self._views[slot]
+            if self._plain and views["up.weight"].dtype == some.dtype:  # the same, in as few calls as it takes
+                rows = linear(some, views["up.weight"])
+                hidden = swiglu(rows) if activation.swiglu else activation.apply(rows)
+                return linear(hidden, views["down.weight"])
+            return expert_ffn(some, views, self._layout, activation.apply, self._round)
 
         one_by_one(expert, x, slots, routed, gates, activation, out)
 
@@ -105,20 +116,23 @@ def one_by_one(
     out: Tensor,
 ) -> None:
     """A `Kernel` call by way of `expert`, which maps its tokens `[M, H]` and a slot to its outputs `[M, H]`, before the norm."""
-    first, one_token = routed.first.tolist(), len(x) == 1
+    if len(x) == 1:  # decoding: small tensors cost what their calls cost, so nothing is gathered or scattered
+        first, every = routed.first.tolist(), routed.rows.tolist()
+        for i, slot in enumerate(slots):
+            if first[i] < first[i + 1]:
+                row, y = every[first[i]], expert(x, slot)
+                torch.mul((activation.finish(y) if activation.finish else y)[0].float(), gates[row], out=out[row])
+        return
+    first = routed.first.tolist()
     tokens, rows = torch.from_numpy(routed.tokens).to(x.device), torch.from_numpy(routed.rows).to(x.device)
     for i, slot in enumerate(slots):
         pairs = slice(first[i], first[i + 1])
         if pairs.start == pairs.stop:
             continue
-        y = expert(x if one_token else x[tokens[pairs]], slot)
+        y = expert(x[tokens[pairs]], slot)
         if activation.finish:
             y = activation.finish(y)
-        if one_token:  # decoding: small tensors cost what their calls cost, so nothing is gathered or scattered
-            row = int(routed.rows[first[i]])
-            torch.mul(y[0].float(), gates[row], out=out[row])
-        else:
-            out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
+        out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
 
 
 def expert_ffn(

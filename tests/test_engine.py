@@ -201,10 +201,10 @@ class TestDeterministic:
         """Against transformers with the LOW and skipped experts put in place by hand."""
         source, apex = tiny("olmoe")
         model = apex_engine.load(
-            apex, dtype=torch.float32, mode="deterministic", t1=0.3, t2=0.6, memory="30%", kernels="torch"
+            apex, dtype=torch.float32, mode="deterministic", t1=0.3, t2=0.6, first_t1=0.5, memory="30%", kernels="torch"
         )
         ids = some_ids(1, 10)
-        reference = by_hand(source, apex, 0.3, 0.6)
+        reference = by_hand(source, apex, 0.3, 0.6, first_t1=0.5)
         torch.testing.assert_close(model(ids).logits, reference(ids).logits, rtol=0, atol=1e-5)
         share = model.apex.stats()["share_of_calls"]
         assert min(share.values()) > 0.1
@@ -219,7 +219,7 @@ class TestDeterministic:
         assert model.apex.stats()["share_of_calls"] == {"high": 0.0, "low": 1.0, "skip": 0.0}
 
 
-def by_hand(source, apex, t1, t2):
+def by_hand(source, apex, t1, t2, first_t1=-1.0):
     """transformers' model whose experts compute every (token, expert) pair alone, with the twin its score asks for."""
     model, manifest = reference_of(source), Manifest.read(apex)
     store = ExpertStore(apex, manifest)
@@ -233,10 +233,12 @@ def by_hand(source, apex, t1, t2):
             store.read(ExpertId(index, e), LOW, blob)
             twins.append([dequantize(manifest.low.views(blob), matrix, manifest.low) for matrix in ("up", "down")])
 
-        def forward(x, chosen, weights, module=module, twins=twins):
+        first = max(t1, first_t1) if index == 0 else t1
+
+        def forward(x, chosen, weights, module=module, twins=twins, first=first):
             out = torch.zeros_like(x)
             for t, (row, gates) in enumerate(zip(chosen, weights, strict=True)):
-                wishes = wanted(gates[None].float().numpy(), t1, t2)[0]
+                wishes = wanted(gates[None].float().numpy(), first, max(t2, first))[0]
                 for e, gate, wish in zip(row.tolist(), gates, wishes, strict=True):
                     if wish == SKIP:
                         continue
@@ -326,7 +328,7 @@ class TestLedger:
     @pytest.mark.parametrize("prefetch", [0, 2])
     @pytest.mark.parametrize("mode", ["adaptive", "deterministic", "exact"])
     def test_it_adds_up_and_agrees_with_an_independent_count(self, bundled_apex, mode, prefetch, monkeypatch):
-        model = apex_engine.load(bundled_apex, mode=mode, memory="25%", prefetch=prefetch)
+        model = apex_engine.load(bundled_apex, mode=mode, memory="25%", prefetch=prefetch, t1=0.6, t2=0.9, first_t1=0.6)
         strides = {HIGH: model.apex.manifest.high.stride, LOW: model.apex.manifest.low.stride}
         routed, reads, computed = [], [], Counter()
         for module in model.modules():

@@ -1,0 +1,237 @@
+"""python -m benchmarks.decode: what each part of the runtime is worth, on the bundled model behind a simulated link."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.utils import logging as transformers_logging
+
+import apex_engine
+from apex_engine.command import console, run, say
+from apex_engine.eval.texts import domains, windows
+from apex_engine.link import Link
+from apex_engine.quantize.convert import Options, convert
+from apex_engine.quantize.source import Source, resolve
+from benchmarks.machine import machine
+
+STEPS: dict[str, dict[str, Any]] = {
+    "on-demand": {"system": "on-demand"},
+    "+ dynamic precision": {"system": "on-demand", "mode": "adaptive"},
+    "+ prefetch": {"system": "on-demand", "mode": "adaptive", "prefetch": 2},
+    "+ policy": {"system": "on-demand", "mode": "adaptive", "prefetch": 2, "policy": "lcu"},
+    "+ admission = default": {},
+    "apex": {"system": "apex"},
+    "floor": {"low_share": "floor"},
+    "floor, upgrades async": {"low_share": "floor", "upgrade": "async"},
+    "exact, prefetch": {"mode": "exact"},
+}
+SPEEDS = (0.1, 0.3, 1, 3, 10)  # of the link, in the sweep
+PROMPTS = (16, 512)
+
+
+@dataclass
+class Run:
+    """One configuration's windows: seconds, counts and KL."""
+
+    first: list[float] = field(default_factory=list)  # seconds to the first token
+    decode: list[float] = field(default_factory=list)  # seconds a token
+    stall: list[float] = field(default_factory=list)  # seconds a token
+    nbytes: list[float] = field(default_factory=list)  # bytes a token
+    hits: list[float] = field(default_factory=list)  # share of uses
+    link: list[float] = field(default_factory=list)  # share of the time
+    kl: list[float] = field(default_factory=list)
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    p.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME", help="default: all")
+    p.add_argument("--memory", default="25%", help="of all HIGH twins; default: 25%%")
+    p.add_argument("--windows", type=int, default=4, help="texts a domain; default: %(default)s")
+    p.add_argument("--prompt", type=int, default=32, help="tokens; default: %(default)s")
+    p.add_argument("--tokens", type=int, default=64, help="to decode after each prompt; default: %(default)s")
+    p.add_argument("--loading", type=float, default=0.8, help="share of on-demand's time; sets the link; default: %(default)s")
+    p.add_argument("--sweep", action="store_true", help="the default with and without prefetch at five speeds of the link")
+    p.add_argument("--prompts", action="store_true", help="hit rates of decoding after a short and a long prompt")
+    p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
+    args = p.parse_args()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as scratch:
+        result = benchmark(Path(scratch), args)
+    print(json.dumps(result, indent=1) if args.json else markdown(result))
+
+
+def benchmark(scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
+    source = resolve("tiny")
+    convert("tiny", Source(source), scratch / "apex", Options(), lambda n: None)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    length = args.prompt + args.tokens
+    texts = torch.cat([windows(tokenizer, text, args.windows, length) for text in domains(source).values()])
+    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        truth = torch.stack([reference(row[None], use_cache=False).logits[0].log_softmax(-1) for row in texts])
+    link = calibrate(scratch / "apex", texts, args)
+    result: dict[str, Any] = {"machine": machine(), "link": link, "memory": args.memory, "texts": len(texts)}
+    result |= {"prompt": args.prompt, "tokens": args.tokens}
+    text = f"{link['bytes_per_second']:.0f}B/s,20us"
+    if args.sweep:
+        result["sweep"] = sweep(scratch / "apex", texts, truth, link["bytes_per_second"], args)
+    elif args.prompts:
+        result["prompts"] = prompts(scratch / "apex", tokenizer, source, args)
+    else:
+        options = {name: {**STEPS[name], "link": text} for name in args.steps}
+        runs = measure(scratch / "apex", options, texts, truth, args)
+        result["runs"] = {name: summary(run, link["bytes_per_second"]) for name, run in runs.items()}
+    return result
+
+
+def calibrate(folder: Path, texts: Tensor, args: argparse.Namespace) -> dict[str, float]:
+    """The link at which loading takes the share asked for of on-demand's time."""
+    model = load(folder, args, system="on-demand")
+    run = Run()
+    for row in texts:
+        one_text(model, row, None, args.prompt, run)
+    model.apex.close()
+    compute = statistics.median(d - s for d, s in zip(run.decode, run.stall, strict=True))
+    nbytes = statistics.median(run.nbytes)
+    rate = nbytes / (compute * args.loading / (1 - args.loading))
+    return {"bytes_per_second": rate, "compute_seconds": compute, "bytes": nbytes}
+
+
+def measure(
+    folder: Path, options: dict[str, dict[str, Any]], texts: Tensor, truth: Tensor, args: argparse.Namespace
+) -> dict[str, Run]:
+    """Every configuration on every text, in turns; each keeps its experts from text to text."""
+    models = {name: load(folder, args, **some) for name, some in options.items()}
+    runs = {name: Run() for name in models}
+    order = list(models)
+    for i, row in enumerate(track(texts, "decoding", console=console)):
+        for name in order[i % len(order) :] + order[: i % len(order)]:
+            one_text(models[name], row, truth[i], args.prompt, runs[name])
+    for model in models.values():
+        model.apex._cache.check_integrity()
+        model.apex.close()
+    return runs
+
+
+def load(folder: Path, args: argparse.Namespace, **options: Any) -> PreTrainedModel:
+    return apex_engine.load(folder, dtype=torch.float32, memory=args.memory, host_memory="100%", **options)
+
+
+@torch.no_grad()
+def one_text(model: PreTrainedModel, row: Tensor, truth: Tensor | None, prompt: int, run: Run) -> None:
+    """Prefill the first tokens of `row`, then go through the others one by one, whatever the model would say."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    past, logits = {name: DynamicCache(config=model.config)}, []
+    start = time.perf_counter()
+    model(row[None, :prompt], **past, use_cache=True)
+    run.first.append(time.perf_counter() - start)
+    model.apex.reset_stats()
+    link = model.apex.link
+    busy, start = link.busy_seconds if link else 0.0, time.perf_counter()
+    for token in row[prompt:]:
+        logits.append(model(token.view(1, 1), **past, use_cache=True).logits[0, 0])
+    seconds, n = time.perf_counter() - start, len(row) - prompt
+    stats = model.apex.stats()
+    uses = sum(stats["hits"].values()) + sum(stats["loads"].values())
+    run.decode.append(seconds / n)
+    run.stall.append(stats["seconds"]["stall"] / n)
+    run.nbytes.append(stats["bytes_read"]["total"] / n)
+    run.hits.append(sum(stats["hits"].values()) / uses)
+    run.link.append((link.busy_seconds - busy) / seconds if link else 0.0)
+    run.stats = stats
+    if truth is not None:
+        found = torch.stack(logits).log_softmax(-1)
+        run.kl.append((truth[prompt:].exp() * (truth[prompt:] - found)).sum(-1).mean().item())
+
+
+def summary(run: Run, rate: float) -> dict[str, float]:
+    decode, stall, nbytes = (statistics.median(values) for values in (run.decode, run.stall, run.nbytes))
+    compute = statistics.median(d - s for d, s in zip(run.decode, run.stall, strict=True))
+    prefetch = run.stats["prefetch"]
+    return {
+        "tokens_per_second": 1 / decode,
+        "first_token_seconds": statistics.median(run.first),
+        "stall_share": stall / decode,
+        "bytes_a_token": nbytes,
+        "hit_rate": statistics.median(run.hits),
+        "link_busy": statistics.median(run.link),
+        "of_the_bound": decode / max(compute, nbytes / rate),
+        "kl": statistics.mean(run.kl) if run.kl else 0.0,
+        "prefetch_wasted": prefetch["wasted_bytes"] / max(1, run.stats["bytes_read"]["total"]),
+        "coverage": prefetch["coverage"] or 0.0,
+        "decode_seconds": run.decode,  # type: ignore[dict-item]
+    }
+
+
+def sweep(folder: Path, texts: Tensor, truth: Tensor, rate: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for speed in SPEEDS:
+        link = f"{rate * speed:.0f}B/s,20us"
+        for mode in ("adaptive", "exact"):
+            both = {"with": {"mode": mode, "link": link}, "without": {"mode": mode, "link": link, "prefetch": 0}}
+            runs = measure(folder, both, texts, truth, args)
+            ratios = [b / a for a, b in zip(runs["with"].decode, runs["without"].decode, strict=True)]
+            rows.append({"speed": speed, "mode": mode, "gain": statistics.median(ratios)})
+            say(f"link x{speed:g}, {mode}: prefetch gives {rows[-1]['gain']:.3f}x")
+    return rows
+
+
+def prompts(folder: Path, tokenizer: Any, source: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Decode hit rates after prompts of two lengths that end in the same text."""
+    longest = max(PROMPTS)
+    texts = torch.cat([windows(tokenizer, t, args.windows, longest + args.tokens) for t in domains(source).values()])
+    rows = []
+    for admission in ("stream", "evict"):
+        for mode in ("adaptive", "exact"):
+            for length in PROMPTS:
+                model, run = load(folder, args, admission=admission, mode=mode), Run()
+                for row in texts:
+                    one_text(model, row[longest - length :], None, length, run)
+                model.apex.close()
+                rows.append(
+                    {"admission": admission, "mode": mode, "prompt": length, "hit_rate": statistics.mean(run.hits[1:])}
+                )
+                say(str(rows[-1]))
+    return rows
+
+
+def markdown(result: dict[str, Any]) -> str:
+    link = result["link"]
+    lines = [
+        f"Machine: {result['machine']}. {result['texts']} texts of {result['prompt']} + {result['tokens']} tokens, "
+        f"{result['memory']} of all HIGH twins resident, link {link['bytes_per_second'] / 1e6:.0f} MB/s, 20 us.",
+        "",
+    ]
+    if "runs" in result:
+        lines += [
+            "| | tokens/s | x on-demand | first token s | stalled | MB a token | hits | link busy | x bound | KL |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        ]
+        base = next(iter(result["runs"].values()))["decode_seconds"]
+        for name, row in result["runs"].items():
+            ratio = statistics.median(a / b for a, b in zip(base, row["decode_seconds"], strict=True))
+            lines.append(
+                f"| {name} | {row['tokens_per_second']:.1f} | {ratio:.2f} | {row['first_token_seconds']:.2f} "
+                f"| {row['stall_share']:.0%} | {row['bytes_a_token'] / 1e6:.2f} | {row['hit_rate']:.0%} | {row['link_busy']:.0%} "
+                f"| {row['of_the_bound']:.2f} | {row['kl']:.4f} |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    run(main)
