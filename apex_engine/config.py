@@ -49,14 +49,14 @@ class Config:
     mode: str = "adaptive"
     t1: float = 0.5
     t2: float = 0.95
-    first_t1: float = 0.8
+    first_t1: float = 0.75
     memory: int | str = "25%"
     device_memory: int | str | None = None
     context: int = 2048
     host_memory: int | str = 0
     low_share: float | str = "auto"
     upgrade: str = "wait"
-    policy: str = "lcu"
+    policy: str = "next-use"
     admission: str = "stream"
     prefetch: int = 2
     correct_norm: bool = True
@@ -113,7 +113,15 @@ class Config:
 # without twins do.
 SYSTEMS: dict[str, dict[str, Any]] = {
     "default": {},
-    "apex": {"policy": "lcu", "admission": "evict", "prefetch": 2, "correct_norm": False, "first_t1": 0.6, "t1": 0.6, "t2": 0.9},
+    "apex": {
+        "policy": "lcu",
+        "admission": "evict",
+        "prefetch": 2,
+        "correct_norm": False,
+        "first_t1": 0.6,
+        "t1": 0.6,
+        "t2": 0.9,
+    },
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},
 }
 

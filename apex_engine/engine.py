@@ -37,7 +37,6 @@ from apex_engine.scorer import wanted
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
-
 LEAST_TRUST = 0.5  # a layer whose experts are predicted worse than this is not prefetched for the rest of the sequence
 COUNT, ZEROS = np.arange(1025), np.zeros(1024, np.int64)  # of the pairs of one token
 

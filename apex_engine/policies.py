@@ -136,4 +136,47 @@ class Lcu:
         return self._cost[layers, experts] / max(self._tokens, 1) + recent / distance
 
 
-POLICIES: dict[str, Callable[[int, int, float], Policy]] = {"lcu": Lcu, "lru": Lru, "lfu": Lfu, "lfru": Lfru}
+class NextUse:
+    """The twin whose next use is expected last goes first. With layers coming round once a token, that is in
+
+        D + L (1 - q) / q   layers,   D = ((l - l_now - 1) mod L) + 1
+
+    q: share of the layer's tokens that used the twin, older ones counting less: by `FADES` for each token since.
+    """
+
+    FADES = 0.85
+    LEAST = 1e-3  # of q: what was not used for long is ranked by its layer
+
+    def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
+        self._share = np.zeros((3, layers, experts))
+        self._layers, self._pass = layers, 0
+        self._counted = np.zeros(layers, np.int64)  # the last pass whose tokens are in a layer's shares
+        self._tokens = 1
+
+    def start_sequence(self) -> None:
+        self._share[:] = 0
+
+    def start_pass(self, tokens: int) -> None:
+        self._pass += 1
+        self._tokens = tokens
+
+    def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
+        old = self.FADES ** min(self._tokens, 99)
+        if self._counted[layer] != self._pass:
+            self._counted[layer] = self._pass
+            self._share[:, layer] *= old
+        self._share[precision, layer, expert] += (1 - old) * count / self._tokens
+
+    def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
+        share = np.clip(self._share[precision, layers, experts], self.LEAST, 1)
+        distance = (layers - now - 1) % self._layers + 1
+        return -(distance + self._layers * (1 - share) / share)
+
+
+POLICIES: dict[str, Callable[[int, int, float], Policy]] = {
+    "next-use": NextUse,
+    "lcu": Lcu,
+    "lru": Lru,
+    "lfu": Lfu,
+    "lfru": Lfru,
+}

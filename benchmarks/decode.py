@@ -8,6 +8,7 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,19 @@ from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.command import console, run, say
+from apex_engine.config import Config
+from apex_engine.engine import Engine
 from apex_engine.eval.texts import domains, windows
-from apex_engine.link import Link
+from apex_engine.kernels.layout import ALIGN
+from apex_engine.ledger import TWINS
+from apex_engine.loader import BLOCK, WORKERS
+from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source, resolve
+from apex_engine.store import ExpertStore
+from apex_engine.vocabulary import ExpertId, Precision
 from benchmarks.machine import machine
+from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 
 STEPS: dict[str, dict[str, Any]] = {
     "on-demand": {"system": "on-demand"},
@@ -52,6 +61,7 @@ class Run:
     nbytes: list[float] = field(default_factory=list)  # bytes a token
     hits: list[float] = field(default_factory=list)  # share of uses
     link: list[float] = field(default_factory=list)  # share of the time
+    busy: list[float] = field(default_factory=list)  # share of the stalls with something on its way
     kl: list[float] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
 
@@ -63,15 +73,24 @@ def main() -> None:
     p.add_argument("--windows", type=int, default=4, help="texts a domain; default: %(default)s")
     p.add_argument("--prompt", type=int, default=32, help="tokens; default: %(default)s")
     p.add_argument("--tokens", type=int, default=64, help="to decode after each prompt; default: %(default)s")
-    p.add_argument("--loading", type=float, default=0.8, help="share of on-demand's time; sets the link; default: %(default)s")
-    p.add_argument("--sweep", action="store_true", help="the default with and without prefetch at five speeds of the link")
+    p.add_argument(
+        "--loading", type=float, default=0.8, help="share of on-demand's time; sets the link; default: %(default)s"
+    )
+    p.add_argument("--synthetic", choices=SHAPES, help="a model of this shape, with random experts, read from the disk")
+    p.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="for its experts; default: %(default)s"
+    )
+    p.add_argument("--repeats", type=int, default=3, help="of the synthetic runs, in turns; default: %(default)s")
+    p.add_argument(
+        "--sweep", action="store_true", help="the default with and without prefetch at five speeds of the link"
+    )
     p.add_argument("--prompts", action="store_true", help="hit rates of decoding after a short and a long prompt")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     args = p.parse_args()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as scratch:
-        result = benchmark(Path(scratch), args)
+    with tempfile.TemporaryDirectory(dir=args.folder if args.synthetic else None) as scratch:
+        result = (synthetic if args.synthetic else benchmark)(Path(scratch), args)
     print(json.dumps(result, indent=1) if args.json else markdown(result))
 
 
@@ -146,17 +165,80 @@ def one_text(model: PreTrainedModel, row: Tensor, truth: Tensor | None, prompt: 
     for token in row[prompt:]:
         logits.append(model(token.view(1, 1), **past, use_cache=True).logits[0, 0])
     seconds, n = time.perf_counter() - start, len(row) - prompt
-    stats = model.apex.stats()
-    uses = sum(stats["hits"].values()) + sum(stats["loads"].values())
-    run.decode.append(seconds / n)
-    run.stall.append(stats["seconds"]["stall"] / n)
-    run.nbytes.append(stats["bytes_read"]["total"] / n)
-    run.hits.append(sum(stats["hits"].values()) / uses)
+    record(model.apex, seconds, n, run)
     run.link.append((link.busy_seconds - busy) / seconds if link else 0.0)
-    run.stats = stats
     if truth is not None:
         found = torch.stack(logits).log_softmax(-1)
         run.kl.append((truth[prompt:].exp() * (truth[prompt:] - found)).sum(-1).mean().item())
+
+
+def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Decode speed over the experts of a real shape on disk; every run begins with an empty cache and a warm-up."""
+    shape = SHAPES[args.synthetic]
+    start = time.perf_counter()
+    write_store(folder, shape)
+    result: dict[str, Any] = {"machine": machine(), "shape": args.synthetic, "memory": args.memory}
+    result |= {"write_seconds": time.perf_counter() - start, "disk_bytes_per_second": disk_rate(folder)}
+    warm_up, total = 8, args.prompt + 8 + args.tokens
+    result["lru"] = {
+        rho: (Trace(shape, 512, 0).lru_hit_rate(int(rho * shape.chosen)), published)
+        for rho, published in shape.published_lru.items()
+    }
+    runs = {name: Run() for name in args.steps}
+    for seed in track(range(args.repeats), "decoding", console=console):
+        trace = Trace(shape, total, seed)
+        for name, each in runs.items():
+            engine = Engine(folder, Config.make(memory=args.memory, **STEPS[name]))
+            # Checksums are compared once a blob: in the long run that takes no time, in this short one it would.
+            everything = [ExpertId(i, e) for i in range(shape.layers) for e in range(shape.experts)]
+            engine._store._verified |= {(expert, twin) for expert in everything for twin in TWINS}
+            model = Model(engine, shape, trace)
+            begin = time.perf_counter()
+            model.run(0, args.prompt, "prefill", new=True)
+            each.first.append(time.perf_counter() - begin)
+            for token in range(args.prompt, args.prompt + warm_up):
+                model.run(token, 1, "decode", new=False)
+            engine.reset_stats()
+            begin = time.perf_counter()
+            for token in range(args.prompt + warm_up, total):
+                model.run(token, 1, "decode", new=False)
+            record(engine, time.perf_counter() - begin, args.tokens, each)
+            engine.close()
+    result["runs"] = {name: summary(each, result["disk_bytes_per_second"]) for name, each in runs.items()}
+    return result
+
+
+def disk_rate(folder: Path) -> float:
+    """Bytes a second of reading HIGH twins past the page cache, in blocks, as many at a time as the loader has workers."""
+    manifest = Manifest.read(folder)
+    store = ExpertStore(folder, manifest)
+    stride = manifest.high.stride
+    some = [ExpertId(layer, e) for layer in range(len(manifest.layers)) for e in range(min(8, manifest.experts))]
+    raw = torch.empty(WORKERS, stride + ALIGN, dtype=torch.uint8)
+
+    def read(block: tuple[int, int]) -> int:
+        expert, start = some[block[0]], block[1]
+        part = raw[block[0] % WORKERS]
+        part = part[-part.data_ptr() % ALIGN :][start : min(start + BLOCK, stride)]
+        store.read(expert, Precision.HIGH, part, start)
+        return len(part)
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        begin = time.perf_counter()
+        done = sum(pool.map(read, [(i, start) for i in range(len(some)) for start in range(0, stride, BLOCK)]))
+        rate = done / (time.perf_counter() - begin)
+    return rate
+
+
+def record(engine: Engine, seconds: float, tokens: int, run: Run) -> None:
+    stats = engine.stats()
+    uses = sum(stats["hits"].values()) + sum(stats["loads"].values())
+    run.decode.append(seconds / tokens)
+    run.stall.append(stats["seconds"]["stall"] / tokens)
+    run.busy.append(stats["seconds"]["stall_while_loading"] / max(stats["seconds"]["stall"], 1e-9))
+    run.nbytes.append(stats["bytes_read"]["total"] / tokens)
+    run.hits.append(sum(stats["hits"].values()) / max(uses, 1))
+    run.stats = stats
 
 
 def summary(run: Run, rate: float) -> dict[str, float]:
@@ -169,7 +251,8 @@ def summary(run: Run, rate: float) -> dict[str, float]:
         "stall_share": stall / decode,
         "bytes_a_token": nbytes,
         "hit_rate": statistics.median(run.hits),
-        "link_busy": statistics.median(run.link),
+        "link_busy": statistics.median(run.link) if run.link else nbytes / rate / decode,
+        "busy_while_stalled": statistics.median(run.busy),
         "of_the_bound": decode / max(compute, nbytes / rate),
         "kl": statistics.mean(run.kl) if run.kl else 0.0,
         "prefetch_wasted": prefetch["wasted_bytes"] / max(1, run.stats["bytes_read"]["total"]),
@@ -211,25 +294,36 @@ def prompts(folder: Path, tokenizer: Any, source: Path, args: argparse.Namespace
 
 
 def markdown(result: dict[str, Any]) -> str:
-    link = result["link"]
-    lines = [
-        f"Machine: {result['machine']}. {result['texts']} texts of {result['prompt']} + {result['tokens']} tokens, "
-        f"{result['memory']} of all HIGH twins resident, link {link['bytes_per_second'] / 1e6:.0f} MB/s, 20 us.",
-        "",
-    ]
+    if "link" in result:
+        rate = result["link"]["bytes_per_second"]
+        head = f"{result['texts']} texts of {result['prompt']} + {result['tokens']} tokens, link {rate / 1e6:.0f} MB/s, 20 us"
+    else:
+        rate = result["disk_bytes_per_second"]
+        fits = ", ".join(f"{found:.2f} ({published:.2f}) at {rho}" for rho, (found, published) in result["lru"].items())
+        head = (
+            f"shape of {result['shape']}, experts written in {result['write_seconds']:.0f} s, disk {rate / 1e9:.2f} GB/s; LRU "
+            f"hit rate of the trace (published) by slots a layer / chosen: {fits}"
+        )
+    lines = [f"Machine: {result['machine']}. {result['memory']} of all HIGH twins resident; {head}.", ""]
     if "runs" in result:
         lines += [
-            "| | tokens/s | x on-demand | first token s | stalled | MB a token | hits | link busy | x bound | KL |",
-            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+            "| | tokens/s | x on-demand | first token s | stalled | busy while stalled | MB a token | hits | link used "
+            "| x bound | KL |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
         base = next(iter(result["runs"].values()))["decode_seconds"]
         for name, row in result["runs"].items():
             ratio = statistics.median(a / b for a, b in zip(base, row["decode_seconds"], strict=True))
             lines.append(
                 f"| {name} | {row['tokens_per_second']:.1f} | {ratio:.2f} | {row['first_token_seconds']:.2f} "
-                f"| {row['stall_share']:.0%} | {row['bytes_a_token'] / 1e6:.2f} | {row['hit_rate']:.0%} | {row['link_busy']:.0%} "
-                f"| {row['of_the_bound']:.2f} | {row['kl']:.4f} |"
+                f"| {row['stall_share']:.0%} | {row['busy_while_stalled']:.0%} | {row['bytes_a_token'] / 1e6:.2f} "
+                f"| {row['hit_rate']:.0%} | {row['link_busy']:.0%} | {row['of_the_bound']:.2f} "
+                + (f"| {row['kl']:z.4f} |" if "link" in result else "| - |")
             )
+    for row in result.get("sweep", ()):
+        lines.append(f"| {row['speed']:g} | {row['mode']} | {row['gain']:.3f} |")
+    for row in result.get("prompts", ()):
+        lines.append(f"| {row['admission']} | {row['mode']} | {row['prompt']} | {row['hit_rate']:.1%} |")
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ def test_memory_that_is_not_understood(text):
         ({"T1": 0.5}, "did you mean t1"),
         ({"xyzzy": 1}, "nothing like it"),
         ({"mode": "adaptiv"}, "did you mean adaptive"),
-        ({"policy": "mru"}, "Choose from lcu, lru"),
+        ({"policy": "mru"}, "Choose from next-use, lcu, lru"),
         ({"t1": 0.9, "t2": 0.6}, "t1 <= t2"),
         ({"t2": 1.5}, "t1 <= t2"),
         ({"t1": "half"}, "must be a number"),

@@ -51,6 +51,43 @@ def test_lru_ranks_by_the_last_use_of_each_twin():
     assert priority(lru, 0, 2) == 0
 
 
+def test_lfu_counts_the_uses_of_each_twin():
+    lfu = POLICIES["lfu"](2, 3, 0.25)
+    for expert, precision, count in [(0, HIGH, 2), (1, HIGH, 3), (0, LOW, 9)]:
+        lfu.use(0, expert, precision, count)
+    assert [priority(lfu, 0, e) for e in range(3)] == [2, 3, 0] and priority(lfu, 0, 0, LOW) == 9
+
+
+def test_lfru_by_hand():
+    lfru = POLICIES["lfru"](2, 3, 0.25)
+    lfru.start_pass(4)
+    lfru.use(0, 0, HIGH, 4)
+    lfru.use(0, 1, HIGH, 1)
+    for _ in range(3):
+        lfru.start_pass(1)
+    lfru.use(0, 1, HIGH, 1)
+    assert priority(lfru, 0, 0) == 4 / 4 and priority(lfru, 0, 1) == 2 / 1
+
+
+def test_next_use_by_hand():
+    """Four layers. Of two tokens both use expert 0 of layer 1 and one expert 1; then one more uses expert 1 alone."""
+    policy = POLICIES["next-use"](4, 3, 0.25)
+    policy.start_pass(2)
+    policy.use(1, 0, HIGH, 2)
+    policy.use(1, 1, HIGH, 1)
+    policy.start_pass(1)
+    policy.use(1, 1, HIGH, 1)
+    fades = 0.85
+    first = (1 - fades**2) * fades
+    second = (1 - fades**2) / 2 * fades + (1 - fades)
+    # at layer 0, layer 1 is next; at layer 1 it comes round in four layers
+    assert priority(policy, 1, 0, now=0) == pytest.approx(-(1 + 4 * (1 - first) / first))
+    assert priority(policy, 1, 1, now=1) == pytest.approx(-(4 + 4 * (1 - second) / second))
+    assert priority(policy, 1, 0, LOW) < priority(policy, 1, 0, HIGH)
+    # never used: the farther layer goes first
+    assert priority(policy, 0, 2, now=1) > priority(policy, 1, 2, now=1)
+
+
 def test_lcu_by_hand():
     """Four layers, B_low / B_high = 1/4; a prompt of 8 tokens, then one token that is now at layer 2."""
     lcu = POLICIES["lcu"](4, 3, 0.25)
