@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Activation, Kernel, Routed
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.link import Link
-from apex_engine.loader import Load, Loader
+from apex_engine.loader import Load, Loader, block_bytes
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.predictor import Predictor
@@ -69,6 +70,7 @@ class Engine:
         self.link = Link.parse(config.link) if config.link else None
         self._cache: ExpertCache | None = None  # made on the device of the first token
         self._loader: Loader | None = None
+        self._stop: Callable[[], object] = lambda: None
         self._kernels: dict[Precision, Kernel] = {}
         self._streaming = False
         self._pace = _Pace()
@@ -112,8 +114,7 @@ class Engine:
         """Stop loading, close the expert files and free the slots. A model that is called afterwards raises ApexError."""
         with self._lock:
             self._closed = True
-            if self._loader:
-                self._loader.close()
+            self._stop()
             self._store.close()
             self._cache = self._loader = None
             self._kernels = {}
@@ -260,7 +261,10 @@ class Engine:
             )
             mass = np.abs(weights)
             for use in sorted(uses, key=lambda use: -mass[use.tokens, use.choices].sum()):
-                if use.precision is not Precision.SKIP and missing < budget:
+                if use.precision is Precision.SKIP:
+                    continue
+                # On a slow link, most of the first block would be in the way of that layer's own demands.
+                if missing < budget and block_bytes(self.plan.stride[use.precision]) < 2 * budget:
                     missing += loader.expect(ExpertId(later, use.expert), use.precision, layer)
         return missing
 
@@ -338,7 +342,7 @@ class Engine:
             layers, experts = len(self.manifest.layers), self.manifest.experts
             host = host_tier(self._layouts, self.plan, self._store, layers, experts, device)
             self._loader = Loader(self._store, self._cache, self.ledger, device, self.link, host)
-            weakref.finalize(self, self._loader.close)  # a dropped model ends its threads
+            self._stop = weakref.finalize(self, self._loader.close)  # a dropped model ends its threads
             if self.config.low_share == "floor" and Precision.LOW in self._cache.pools:
                 self._load_every_low_twin(self._loader)
         held = next(iter(self._cache.pools.values())).memory.device
@@ -359,6 +363,7 @@ class Engine:
                 for load in loader.arrived(coming):
                     assert load.slot is not None
                     loader.release([(Precision.LOW, load.slot)])
+        self.ledger = loader.ledger = Ledger()  # it counts what tokens cost
 
 
 class _Pace:

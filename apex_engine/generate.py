@@ -41,6 +41,7 @@ ENGINE_OPTIONS = (
     "host_memory",
     "t1",
     "t2",
+    "first_t1",
     "low_share",
     "upgrade",
     "policy",
@@ -101,10 +102,11 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--t1", type=float, help=f"gate score up to which an expert is HIGH; default: {default.t1}")
     add("--t2", type=float, help=f"score above which it is skipped; default: {default.t2}")
+    add("--first-t1", type=float, help=f"t1 of the first MoE layer, if higher than t1; default: {default.first_t1}")
     add(
         "--low-share",
         type=_share,
-        help='share of the memory for LOW twins; "auto": a tenth; "floor": all of them are resident; default: auto',
+        help='share of the memory for LOW twins; "auto": a twentieth; "floor": all of them are resident; default: auto',
     )
     add(
         "--upgrade",

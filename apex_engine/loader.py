@@ -28,10 +28,15 @@ from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
 WORKERS = 4
-PREFETCHES = 1  # blocks of prefetches on their way at a time: what a demand may have to wait for
+PREFETCHES = 2  # blocks of prefetches on their way at a time: what a demand may have to wait for
 BLOCK = 1 << 20  # most bytes of a block; a multiple of the alignment of direct reads
 BLOCKS = 4  # a twin is at least so many, as long as they are not tiny
 LEAST_BLOCK = 128 << 10
+
+
+def block_bytes(stride: int) -> int:
+    """Bytes of a block of a twin of `stride` bytes; the last one may be shorter."""
+    return min(stride, BLOCK, max(LEAST_BLOCK, -(-stride // BLOCKS // 4096) * 4096))
 
 
 class Load:
@@ -39,7 +44,7 @@ class Load:
 
     def __init__(self, expert: ExpertId, precision: Precision, now: int, stride: int, share: int | None) -> None:
         self.expert, self.precision, self.now, self.share = expert, precision, now, share
-        size = min(BLOCK, max(LEAST_BLOCK, -(-stride // BLOCKS // 4096) * 4096))
+        size = block_bytes(stride)
         self.todo = [(start, min(start + size, stride)) for start in range(0, stride, size)][::-1]
         self.demand = False
         self.slot: int | None = None

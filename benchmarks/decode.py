@@ -282,7 +282,7 @@ def prompts(folder: Path, tokenizer: Any, source: Path, args: argparse.Namespace
     for admission in ("stream", "evict"):
         for mode in ("adaptive", "exact"):
             for length in PROMPTS:
-                model, run = load(folder, args, admission=admission, mode=mode), Run()
+                model, run = load(folder, args, admission=admission, mode=mode, prefetch=0), Run()
                 for row in texts:
                     one_text(model, row[longest - length :], None, length, run)
                 model.apex.close()

@@ -138,3 +138,72 @@ def test_integrity_check_can_fail():
     cache.pools[LOW].free.pop()
     with pytest.raises(AssertionError, match="a slot is lost"):
         cache.check_integrity()
+
+
+class TestStreaming:
+    """A prompt of three layers of four experts goes through eight slots: two for each layer, and two that are passed through."""
+
+    def stream(self, cache, layer):
+        for e in range(EXPERTS):
+            if cache.find(ExpertId(layer, e), HIGH) is None:
+                slot = cache.reserve(ExpertId(layer, e), HIGH, layer, share=2)
+                cache.commit(HIGH, slot)
+
+    def test_free_slots_are_shared_by_the_layers(self):
+        cache, _ = make_cache({HIGH: 8})
+        for layer in range(LAYERS):
+            self.stream(cache, layer)
+        kept = [
+            sum(cache.find(ExpertId(layer, e), HIGH) is not None for e in range(EXPERTS)) for layer in range(LAYERS)
+        ]
+        assert sum(kept) >= 7 and min(kept) >= 2
+
+    def test_what_decoding_left_stays_but_for_the_slots_passed_through(self):
+        cache, policy = make_cache({HIGH: 8}, "lcu")
+        left = [ExpertId(layer, e) for layer in range(2) for e in range(EXPERTS)]
+        for expert in left:
+            fill(cache, expert, HIGH, expert.layer)
+        policy.start_pass(100)
+        for layer in range(LAYERS):
+            self.stream(cache, layer)
+            cache.check_integrity()
+        stays = sum(cache.find(expert, HIGH) is not None for expert in left)
+        assert cache.pools[HIGH].most_passing == 2 and stays >= 6
+        cache.end_streaming()
+        assert not cache.pools[HIGH].passing.any()
+
+    def test_nothing_is_handed_out_while_all_that_pass_are_at_work(self):
+        cache, _ = make_cache({HIGH: 8})
+        for layer in range(2):
+            for e in range(EXPERTS):
+                fill(cache, ExpertId(layer, e), HIGH, layer)
+        slots = [cache.reserve(ExpertId(2, e), HIGH, 2, share=2) for e in range(2)]
+        assert None not in slots
+        assert cache.reserve(ExpertId(2, 2), HIGH, 2, share=2) is None
+        cache.commit(HIGH, slots[0])
+        assert cache.reserve(ExpertId(2, 2), HIGH, 2, share=2) == slots[0]
+
+
+class TestMask:
+    def test_a_masked_twin_makes_room_for_a_demand_only_and_after_all_others(self):
+        cache, policy = make_cache({HIGH: 2})
+        for e in range(2):
+            fill(cache, ExpertId(1, e), HIGH)
+        policy.use(1, 0, HIGH, 1)
+        policy.use(1, 1, HIGH, 1)
+        cache.mask(ExpertId(1, 0), HIGH)  # the policy's choice
+        slot = cache.reserve(ExpertId(0, 0), HIGH, 0, demand=False)
+        assert cache.find(ExpertId(1, 0), HIGH) is not None and cache.find(ExpertId(1, 1), HIGH) is None
+        assert cache.reserve(ExpertId(0, 1), HIGH, 0, demand=False) is None
+        assert cache.reserve(ExpertId(0, 1), HIGH, 0, demand=True) is not None
+        cache.commit(HIGH, slot)
+        cache.check_integrity()
+
+    def test_until_its_layer_has_passed(self):
+        cache, _ = make_cache({HIGH: 2})
+        fill(cache, ExpertId(1, 0), HIGH)
+        cache.mask(ExpertId(1, 0), HIGH)
+        cache.unmask(0)
+        assert cache.pools[HIGH].masked.any()
+        cache.unmask(1)
+        assert not cache.pools[HIGH].masked.any()

@@ -43,6 +43,17 @@ def test_memory_that_is_not_understood(text):
         ({"t1": float("nan")}, "t1 <= t2"),
         ({"low_share": 2}, "between 0 and 1"),
         ({"memory": "lots"}, "not understood"),
+        ({"device_memory": "lots"}, "not understood"),
+        ({"host_memory": "lots"}, "not understood"),
+        ({"low_share": "most"}, "must be a number"),
+        ({"link": "fast"}, "2GB/s,20us"),
+        ({"prefetch": 9}, "from 0 to 4"),
+        ({"prefetch": "all"}, "from 0 to 4"),
+        ({"admission": "steam"}, "did you mean stream"),
+        ({"upgrade": "async", "mode": "exact"}, "exact mode forbids"),
+        ({"system": "apexx"}, "did you mean apex"),
+        ({"first_t1": 2}, "between -1 and 1"),
+        ({"context": 0}, "number of tokens"),
     ],
 )
 def test_wrong_options_are_named(options, message):
@@ -53,3 +64,12 @@ def test_wrong_options_are_named(options, message):
 def test_config_is_frozen():
     with pytest.raises(AttributeError):
         Config().mode = "exact"
+
+
+def test_a_system_sets_the_defaults_of_the_others():
+    apex = Config.make(system="apex")
+    assert (apex.policy, apex.prefetch, apex.admission, apex.t1, apex.t2) == ("lcu", 2, "evict", 0.6, 0.9)
+    assert Config.make(system="apex", t1=0.3).t1 == 0.3
+    on_demand = Config.make(system="on-demand")
+    assert (on_demand.mode, on_demand.policy, on_demand.prefetch) == ("exact", "lru", 0)
+    assert Config.make(system="default") == Config.make() == Config()

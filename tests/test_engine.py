@@ -5,8 +5,12 @@ import inspect
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import weakref
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -405,6 +409,106 @@ class TestLedger:
         assert model.apex.stats()["resident"]["bytes"] > 0
 
 
+class TestRuntime:
+    """What loading at the same time must not change."""
+
+    @pytest.mark.parametrize("host", [0, "40%", "100%"])
+    @pytest.mark.parametrize("admission", ["stream", "evict"])
+    def test_exact_is_exact_behind_a_link(self, bundled, bundled_apex, host, admission):
+        ids = torch.randint(2, 4096, (1, 40))
+        tokens = greedy(reference_of(bundled), ids, 12)
+        model = apex_engine.load(
+            bundled_apex,
+            dtype=torch.float32,
+            mode="exact",
+            memory="20%",
+            host_memory=host,
+            link="2GB/s,20us",
+            admission=admission,
+            prefetch=4,
+        )
+        assert torch.equal(greedy(model, ids, 12), tokens)
+        model.apex.close()
+
+    @pytest.mark.parametrize("options", [{}, {"system": "apex"}, {"system": "on-demand"}, {"policy": "lfru"}])
+    @pytest.mark.parametrize("slots", [1, 2, 3])
+    def test_a_long_prompt_with_hardly_any_slots(self, bundled_apex, options, slots):
+        memory = budget(bundled_apex, slots, 0 if "on-demand" in options.values() else slots)
+        model = apex_engine.load(bundled_apex, memory=memory, **options)
+        out = greedy(model, torch.randint(2, 4096, (1, 256)), 4)
+        assert out.shape == (1, 260)
+        model.apex._cache.check_integrity()
+
+    def test_a_long_prompt_leaves_what_decoding_uses(self, bundled_apex):
+        model = apex_engine.load(bundled_apex, mode="exact", memory="25%", prefetch=0)
+        greedy(model, torch.randint(2, 4096, (1, 16)), 24)
+        pool = model.apex._cache.pools[HIGH]
+        before = set(pool.slot_of)
+        model(torch.randint(2, 4096, (1, 512)))
+        assert len(before) == len(pool) and len(before - set(pool.slot_of)) <= pool.most_passing
+
+    def test_floor_never_waits_for_low(self, bundled_apex):
+        model = apex_engine.load(bundled_apex, memory="40%", low_share="floor", prefetch=0)
+        greedy(model, torch.randint(2, 4096, (1, 20)), 20)
+        stats = model.apex.stats()
+        assert stats["resident"]["low"] == 64 and stats["hit_rate"]["low"] == 1.0 and stats["hit_rate"]["high"] < 1
+        assert stats["calls"]["degraded"] == 0
+
+    def test_upgrades_come_later_and_are_counted(self, bundled_apex):
+        model = apex_engine.load(bundled_apex, memory="40%", low_share="floor", upgrade="async")
+        greedy(model, torch.randint(2, 4096, (1, 20)), 40)
+        stats = model.apex.stats()
+        assert stats["calls"]["degraded"] > 0 and stats["loads"]["high"] == 0 < stats["prefetch"]["useful_bytes"]
+        assert stats["resident"]["high"] > 0
+
+    def test_all_low_is_all_low_in_the_first_layer_too(self, bundled_apex):
+        model = apex_engine.load(bundled_apex, mode="deterministic", t1=-1.0, t2=1.0, memory="50%")
+        model(torch.randint(2, 4096, (1, 20)))
+        assert model.apex.stats()["share_of_calls"]["low"] == 1.0
+
+    def test_dropping_a_model_ends_its_threads(self, tiny):
+        def loaders():
+            return [thread for thread in threading.enumerate() if thread.name.startswith("apex-loader")]
+
+        gc.collect()
+        before = len(loaders())
+        model = apex_engine.load(tiny()[1])
+        model(some_ids())
+        assert len(loaders()) > before
+        del model
+        gc.collect()
+        assert len(loaders()) == before
+
+    def test_many_processes_open_one_checkpoint(self, tiny):
+        program = (
+            "import sys, torch, apex_engine\n"
+            "torch.manual_seed(0)\n"
+            "model = apex_engine.load(sys.argv[1], dtype=torch.float32, mode='exact', memory='40%')\n"
+            "print(model(torch.randint(2, 128, (1, 9))).logits.double().sum().item())"
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        started = [
+            subprocess.Popen([sys.executable, "-c", program, str(tiny()[1])], stdout=subprocess.PIPE, env=environment)
+            for _ in range(10)
+        ]
+        said = {process.communicate(timeout=110)[0] for process in started}
+        assert len(said) == 1 and said != {b""}
+
+    def test_memory_does_not_grow_with_use(self, bundled_apex):
+        model = apex_engine.load(bundled_apex, memory="25%")
+        ids = torch.randint(2, 4096, (1, 12))
+
+        def resident():
+            return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+        for _ in range(10):
+            greedy(model, ids, 3)
+        before = resident()
+        for _ in range(100):
+            greedy(model, ids, 3)
+        assert resident() - before < 8 << 20
+
+
 class TestTrouble:
     def test_a_damaged_expert_is_named_and_the_engine_stays_usable(self, tiny, tmp_path):
         shutil.copytree(tiny()[1], tmp_path / "apex")
@@ -467,9 +571,11 @@ class TestTrouble:
     def test_close(self, tiny):
         model = apex_engine.load(tiny()[1])
         model(some_ids())
+        slots = weakref.ref(model.apex._cache.pools[HIGH])
         before = len(os.listdir("/proc/self/fd"))
         model.apex.close()
         assert len(os.listdir("/proc/self/fd")) == before - 4
+        assert slots() is None, "the slots are still there"
         with pytest.raises(ApexError, match="was closed"):
             model(some_ids())
 

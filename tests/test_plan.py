@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from apex_engine.config import Config
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.plan import kv_bytes, make_plan
+from apex_engine.plan import free_memory, kv_bytes, make_plan
 from apex_engine.quantize.checkpoint import LayerEntry, Manifest
 from apex_engine.vocabulary import ApexError, Precision
 from models import FAMILIES
@@ -95,3 +95,40 @@ def test_kv_bytes_of_a_family_with_recurrent_layers_are_unknown():
 def test_more_than_everything_is_everything():
     plan = make_plan(Config(memory="1000%"), a_manifest(2, 8))
     assert plan.slots == {HIGH: 16, LOW: 16}
+
+
+class TestTiers:
+    def test_device_memory_counts_dense_weights_and_the_kv_cache_first(self):
+        manifest = a_manifest(4, 8)
+        plain = make_plan(Config(memory=20 * manifest.high.stride), manifest)
+        total = Config(device_memory=20 * manifest.high.stride + 1000 + 500)
+        assert make_plan(total, manifest, dense_bytes=1000, kv=500).slots == plain.slots
+
+    def test_too_little_device_memory_is_refused_with_the_number_that_works(self):
+        manifest = a_manifest(2, 4)
+        with pytest.raises(ApexError, match=r"after 10,000,000 for dense weights and the KV cache") as caught:
+            make_plan(Config(device_memory=10_000_100), manifest, dense_bytes=9_000_000, kv=1_000_000)
+        least = int(re.search(r"give at least (\d+)", str(caught.value))[1])
+        assert make_plan(Config(device_memory=least), manifest, 9_000_000, 1_000_000).slots[HIGH] == 1
+
+    def test_floor_holds_every_low_twin(self):
+        manifest = a_manifest(4, 8)
+        plan = make_plan(Config(memory="60%", low_share="floor"), manifest)
+        assert plan.slots[LOW] == 32 and plan.slots[HIGH] >= 1 and plan.slot_bytes <= plan.budget
+        assert make_plan(Config(memory="60%", low_share="floor", mode="exact"), manifest).slots[LOW] == 0
+        with pytest.raises(ApexError, match="every LOW twin"):
+            make_plan(Config(memory=32 * manifest.low.stride, low_share="floor"), manifest)
+
+    def test_the_host_tier_takes_the_same_share_of_both_twins(self):
+        manifest = a_manifest(4, 8)
+        assert make_plan(Config(), manifest).host_slots == {}
+        plan = make_plan(Config(host_memory="50%"), manifest)
+        assert plan.host_slots == {HIGH: 16, LOW: 16} and not plan.host_holds_all
+        plan = make_plan(Config(host_memory="100%"), manifest)
+        assert plan.host_holds_all and plan.host_bytes == 32 * (manifest.high.stride + manifest.low.stride)
+        assert make_plan(Config(host_memory="100%", mode="exact"), manifest).host_slots == {HIGH: 32}
+        with pytest.raises(ApexError, match="too few"):
+            make_plan(Config(host_memory=manifest.high.stride), manifest)
+
+    def test_free_memory_is_a_plausible_number(self):
+        assert 1 << 26 < free_memory(torch.device("cpu")) < 1 << 50
