@@ -7,8 +7,9 @@ says so (`commit`) or gives it up (`abort`); a pinned or filling slot is never h
 
 Two things keep what decoding needs where it is:
   masked     a twin expected by a coming layer makes room only for a demand that finds no other victim
-  streaming  a prompt goes through nearly all experts once: it fills free slots, each layer its share of them, and sends the rest
-             through a few slots that it uses over and over (`Pool.passing`)
+  streaming  a prompt goes through nearly all experts once: it fills free slots, each layer its share of them, takes the place of
+             twins of the same layer that the policy values less, and sends the rest through a few slots that it uses over and
+             over (`Pool.passing`)
 """
 
 from __future__ import annotations
@@ -102,6 +103,10 @@ class ExpertCache:
             not pool.free or int(np.count_nonzero((pool.layers == expert.layer) & ~pool.passing)) >= share
         )
         if passing:
+            lesser = self._lesser(pool, expert, precision, now)
+            if lesser is not None:
+                self._evict(pool, lesser)
+                return self._take(pool, expert, lesser, passing=False)
             if (pool.evictable & pool.passing).any():
                 allowed = pool.evictable & pool.passing
             elif np.count_nonzero(pool.passing) >= pool.most_passing:
@@ -116,11 +121,25 @@ class ExpertCache:
             return None
         priorities = self._policy.priority(pool.layers[slots], pool.experts[slots], precision, now)
         slot = int(slots[np.argmin(priorities)])
+        self._evict(pool, slot)
+        return self._take(pool, expert, slot, passing)
+
+    def _lesser(self, pool: Pool, expert: ExpertId, precision: Precision, now: int) -> int | None:
+        """The slot of a twin of the same layer that the policy values less. Of other layers it has not heard yet what the prompt
+        uses there."""
+        slots = np.flatnonzero(pool.evictable & ~pool.masked & ~pool.passing & (pool.layers == expert.layer))
+        if not slots.size:
+            return None
+        experts = np.append(pool.experts[slots], expert.expert)
+        *priorities, own = self._policy.priority(np.full(len(experts), expert.layer), experts, precision, now)
+        least = int(np.argmin(priorities))
+        return int(slots[least]) if priorities[least] < own else None
+
+    def _evict(self, pool: Pool, slot: int) -> None:
         victim = pool.owner[slot]
         assert victim is not None
         del pool.slot_of[victim]
         self._spoil(pool.memory[slot])
-        return self._take(pool, expert, slot, passing)
 
     @staticmethod
     def _take(pool: Pool, expert: ExpertId, slot: int, passing: bool) -> int:

@@ -8,9 +8,11 @@ Letters: T tokens, K chosen experts a token, H hidden.
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -73,7 +75,7 @@ class Engine:
         self._stop: Callable[[], object] = lambda: None
         self._kernels: dict[Precision, Kernel] = {}
         self._streaming = False
-        self._pace = _Pace()
+        self._pace, self._trial = _Pace(), _Trial()
         self._expected: dict[int, list[int]] = {}  # layer -> predicted choice of the token being decoded
         self._trust = np.ones(layers)  # share of a layer's choice that was predicted, of late in this sequence
         self._closed = False
@@ -135,6 +137,9 @@ class Engine:
             self._streaming = phase == "prefill" and self.config.admission == "stream"
             self._expected.clear()
             self._pace.begin()
+            self._trial.on = True
+            if phase == "decode":
+                self._trial.begin()
             if self._cache and self._loader:
                 self._loader.drop_all()
                 if not self._streaming:
@@ -145,6 +150,8 @@ class Engine:
         with self._lock:
             self.ledger.tokens[phase] += tokens
             self.ledger.seconds[phase] += seconds
+            if phase == "decode":
+                self._trial.end(seconds)
 
     @torch.no_grad()
     def step(self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
@@ -155,7 +162,7 @@ class Engine:
         """
         with self._lock:
             cache, loader = self._ready(x.device, x.dtype)
-            self._pace.step(self.ledger.useful_bytes, loader.rate)
+            self._pace.step()
             weights = weights.float()
             gates, ids = weights.cpu().numpy(), chosen.cpu().numpy()
             wishes = self._wishes(layer, gates)
@@ -221,13 +228,10 @@ class Engine:
         more than the link brings while nobody waits for it."""
         if len(ids) == 1 and layer in self._expected:
             self._judge(layer, self._expected.pop(layer), ids, gates)
-        predictor, pace = self.predictor, self._pace
-        if not self.config.prefetch or not predictor or not predictor.ready or self._all_resident or self._streaming:
+        predictor = self.predictor
+        if not predictor or not predictor.ready or self._all_resident or self._streaming or not self._trial.on:
             return
-        if not pace.worthwhile:
-            return
-        start = time.thread_time()  # what it takes from the computation; waiting for the processor is not its cost
-        budget = loader.rate * pace.free
+        budget = loader.rate * self._pace.free
         for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
             if self._trust[later] < LEAST_TRUST:
                 break
@@ -239,7 +243,6 @@ class Engine:
                 self._expected[later] = chosen[0][np.argsort(-np.abs(weights[0]), kind="stable")].tolist()
             if self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader):
                 break
-        pace.looked(time.thread_time() - start)
 
     def _fetch_ahead(
         self,
@@ -367,38 +370,46 @@ class Engine:
 
 
 class _Pace:
-    """Times of a layer, of late, in seconds.
-
-    free    in which nobody waits: what the link could bring meanwhile is the budget of prefetches
-    gain    waited, or saved by prefetches
-    cost    of looking ahead; it is not done where it takes longer than there is to gain
-    """
+    """How much time of a layer, of late, nobody waits: what the link could bring meanwhile is the budget of prefetches."""
 
     def __init__(self) -> None:
-        self.free = self.gain = self.cost = 0.0
+        self.free = 0.0  # seconds
         self.stall = 0.0  # since the last step began
         self._last: float | None = None
-        self._useful = 0
 
     def begin(self) -> None:
         """A pass begins: what happens between two passes is no layer's time."""
         self._last = None
 
-    def step(self, useful_bytes: int, rate: float) -> None:
-        """A layer step begins. `useful_bytes` of prefetches so far, `rate` of the link in bytes a second."""
+    def step(self) -> None:
+        """A layer step begins."""
         now = time.perf_counter()
         if self._last is not None:
-            saved = max(0, useful_bytes - self._useful) / rate if rate else 0.0
             self.free += 0.1 * (now - self._last - self.stall - self.free)
-            self.gain += 0.02 * (self.stall + saved - self.gain)
-        self._last, self._useful, self.stall = now, useful_bytes, 0.0
+        self._last, self.stall = now, 0.0
 
-    def looked(self, seconds: float) -> None:
-        self.cost += 0.1 * (seconds - self.cost)
 
-    @property
-    def worthwhile(self) -> bool:
-        return self.gain >= self.cost
+class _Trial:
+    """Whether looking ahead pays on this machine and link: some tokens are decoded without it, and the median times decide."""
+
+    LEAST, MOST, EVERY = 8, 32, 16  # times to decide by, times to remember, tokens from trial to trial
+
+    def __init__(self) -> None:
+        self.on = True
+        self._times: dict[bool, deque[float]] = {way: deque(maxlen=self.MOST) for way in (True, False)}
+        self._tokens = 0
+
+    def begin(self) -> None:
+        """A token is going to be decoded."""
+        self._tokens += 1
+        if min(map(len, self._times.values())) < self.LEAST:
+            self.on = self._tokens % 2 == 0
+        else:
+            pays = statistics.median(self._times[True]) <= statistics.median(self._times[False])
+            self.on = pays != (self._tokens % self.EVERY == 0)
+
+    def end(self, seconds: float) -> None:
+        self._times[self.on].append(seconds)
 
 
 class _Job(NamedTuple):

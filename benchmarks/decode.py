@@ -32,7 +32,7 @@ from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.store import ExpertStore
-from apex_engine.vocabulary import ExpertId, Precision
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
 from benchmarks.machine import machine
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 
@@ -47,7 +47,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "floor, upgrades async": {"low_share": "floor", "upgrade": "async"},
     "exact, prefetch": {"mode": "exact"},
 }
-SPEEDS = (0.1, 0.3, 1, 3, 10)  # of the link, in the sweep
+SPEEDS = (10, 3, 1, 0.3, 0.1)  # of the link, in the sweep
 PROMPTS = (16, 512)
 
 
@@ -85,6 +85,7 @@ def main() -> None:
         "--sweep", action="store_true", help="the default with and without prefetch at five speeds of the link"
     )
     p.add_argument("--prompts", action="store_true", help="hit rates of decoding after a short and a long prompt")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a token there (.svg, .png)")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     args = p.parse_args()
     transformers_logging.set_verbosity_error()
@@ -92,6 +93,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder if args.synthetic else None) as scratch:
         result = (synthetic if args.synthetic else benchmark)(Path(scratch), args)
     print(json.dumps(result, indent=1) if args.json else markdown(result))
+    if args.plot and "runs" in result:
+        plot(result, args.plot)
 
 
 def benchmark(scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
@@ -325,6 +328,26 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result.get("prompts", ()):
         lines.append(f"| {row['admission']} | {row['mode']} | {row['prompt']} | {row['hit_rate']:.1%} |")
     return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Milliseconds of a token, waiting apart from the rest."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ApexError("--plot needs matplotlib: pip install matplotlib") from None
+    names = list(result["runs"])[::-1]
+    whole = [1e3 / result["runs"][name]["tokens_per_second"] for name in names]
+    stalled = [ms * result["runs"][name]["stall_share"] for name, ms in zip(names, whole, strict=True)]
+    figure = Figure(figsize=(7, 0.4 * len(names) + 1), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, [a - b for a, b in zip(whole, stalled, strict=True)], color="#4477aa", label="computing")
+    axes.barh(
+        names, stalled, left=[a - b for a, b in zip(whole, stalled, strict=True)], color="#cc6677", label="waiting"
+    )
+    axes.set_xlabel("milliseconds a token")
+    axes.legend()
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

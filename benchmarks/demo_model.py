@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.command import console, run
+from apex_engine.config import Config
 from apex_engine.eval.perplexity import decoded_logits, score, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
 from apex_engine.quantize.convert import Options, convert
@@ -101,6 +102,7 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
         speed="\n".join(speed(source, folders["clip"], args.repeats)),
         repeats=args.repeats,
         machine=machine(),
+        config=Config(),
     )
 
 
@@ -176,7 +178,8 @@ TEMPLATE = """# What the trade costs on the bundled model
 
 Made by `python -m benchmarks.demo_model -o docs/demo-model.md`. Perplexity on held-out text in {windows} windows of {length}
 tokens a domain, spread over the whole text; KL(transformers || engine) in nats a token; float32 computation. `kjv` is
-Revelation, `drama` Macbeth, `code` the source of {modules} in the standard library of Python {python}. Thresholds T1 0.6, T2 0.9.
+Revelation, `drama` Macbeth, `code` the source of {modules} in the standard library of Python {python}.
+Thresholds T1 {config.t1:g} (first MoE layer {config.first_t1:g}), T2 {config.t2:g}.
 The adaptive rows are decoded token by token, since a whole window in one pass serves nearly every expert HIGH (some token
 wants it); the others give the same in any grouping of the tokens.
 

@@ -7,6 +7,7 @@ probability `recent`, else one by a Zipf popularity. Each expert of the next lay
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,7 +134,7 @@ class Model:
 
     def run(self, start: int, tokens: int, phase: str, new: bool) -> None:
         """One pass."""
-        self._token = start
+        self._token, begun = start, time.perf_counter()
         x = torch.randn(tokens, self._shape.hidden)
         self.engine.begin_pass(phase, tokens, new)
         for layer in range(self._shape.layers):
@@ -142,3 +143,4 @@ class Model:
             chosen = torch.from_numpy(self._trace.chosen[start : start + tokens, layer])
             gates = torch.from_numpy(self._trace.gates[start : start + tokens, layer])
             self.engine.step(layer, x, chosen, gates, SWIGLU)
+        self.engine.end_pass(phase, tokens, time.perf_counter() - begun)

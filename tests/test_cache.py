@@ -172,6 +172,16 @@ class TestStreaming:
         cache.end_streaming()
         assert not cache.pools[HIGH].passing.any()
 
+    def test_what_the_prompt_uses_more_takes_the_place_of_what_it_uses_less_in_that_layer(self):
+        cache, policy = make_cache({HIGH: 8}, "lfu")
+        for expert in [*(ExpertId(0, e) for e in range(4)), *(ExpertId(1, e) for e in range(3)), ExpertId(2, 0)]:
+            fill(cache, expert, HIGH, expert.layer)
+        for e, count in enumerate((1, 0, 2, 2)):
+            policy.use(1, e, HIGH, count)
+        least = cache.find(ExpertId(1, 1), HIGH)
+        assert cache.reserve(ExpertId(1, 3), HIGH, 1, share=2) == least
+        assert not cache.pools[HIGH].passing.any()
+
     def test_nothing_is_handed_out_while_all_that_pass_are_at_work(self):
         cache, _ = make_cache({HIGH: 8})
         for layer in range(2):

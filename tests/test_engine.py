@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.cache import ExpertCache
+from apex_engine.engine import _Trial
 from apex_engine.experts import ApexExperts
 from apex_engine.kernels.layout import dequantize
 from apex_engine.quantize.checkpoint import Manifest
@@ -439,13 +440,19 @@ class TestRuntime:
         assert out.shape == (1, 260)
         model.apex._cache.check_integrity()
 
-    def test_a_long_prompt_leaves_what_decoding_uses(self, bundled_apex):
-        model = apex_engine.load(bundled_apex, mode="exact", memory="25%", prefetch=0)
-        greedy(model, torch.randint(2, 4096, (1, 16)), 24)
-        pool = model.apex._cache.pools[HIGH]
-        before = set(pool.slot_of)
-        model(torch.randint(2, 4096, (1, 512)))
-        assert len(before) == len(pool) and len(before - set(pool.slot_of)) <= pool.most_passing
+    def test_a_long_prompt_leaves_every_layer_its_slots(self, bundled_apex):
+        """But for the few it passes through; evicting like decoding does leaves nearly all to the last layers."""
+        moved = {}
+        for admission in ("stream", "evict"):
+            model = apex_engine.load(
+                bundled_apex, mode="exact", memory="25%", prefetch=0, admission=admission, policy="lru"
+            )
+            greedy(model, torch.randint(2, 4096, (1, 16)), 24)
+            pool = model.apex._cache.pools[HIGH]
+            before = Counter(expert.layer for expert in pool.slot_of)
+            model(torch.randint(2, 4096, (1, 512)))
+            moved[admission] = (before - Counter(expert.layer for expert in pool.slot_of)).total()
+        assert moved["stream"] <= pool.most_passing < moved["evict"]
 
     def test_floor_never_waits_for_low(self, bundled_apex):
         model = apex_engine.load(bundled_apex, memory="40%", low_share="floor", prefetch=0)
@@ -460,6 +467,16 @@ class TestRuntime:
         stats = model.apex.stats()
         assert stats["calls"]["degraded"] > 0 and stats["loads"]["high"] == 0 < stats["prefetch"]["useful_bytes"]
         assert stats["resident"]["high"] > 0
+
+    @pytest.mark.parametrize(("with_it", "pays"), [(0.8, True), (1.2, False)])
+    def test_looking_ahead_goes_on_only_where_it_pays(self, with_it, pays):
+        trial, on = _Trial(), []
+        for _ in range(160):
+            trial.begin()
+            on.append(trial.on)
+            trial.end(with_it if trial.on else 1.0)
+        assert on[:16].count(True) == 8
+        assert on[32:].count(pays) == 120  # and one token in sixteen tries the other way
 
     def test_all_low_is_all_low_in_the_first_layer_too(self, bundled_apex):
         model = apex_engine.load(bundled_apex, mode="deterministic", t1=-1.0, t2=1.0, memory="50%")
