@@ -331,8 +331,7 @@ AVX2 static void row_scales_avx2(const uint16_t *scale, const uint16_t *zero, pt
             ptrdiff_t k = 0;                                                                                       \
             for (; k + 4 * LANES <= K; k += 4 * LANES) {                                                           \
                 a = FMA(WEIGHTS(w + k), LOAD(x0 + k), a);                                                          \
-                _mm_prefetch((const char *)(w + k) + AHEAD, _MM_HINT_T0);                                          \
-                if (sizeof(TYPE) * LANES == 32) _mm_prefetch((const char *)(w + k) + AHEAD + 64, _MM_HINT_T0);     \
+                if (sizeof(TYPE) == 1) _mm_prefetch((const char *)(w + k) + AHEAD, _MM_HINT_T0); /* 16 bits: slower */   \
                 b = FMA(WEIGHTS(w + k + LANES), LOAD(x0 + k + LANES), b);                                          \
                 c = FMA(WEIGHTS(w + k + 2 * LANES), LOAD(x0 + k + 2 * LANES), c);                                  \
                 d = FMA(WEIGHTS(w + k + 3 * LANES), LOAD(x0 + k + 3 * LANES), d);                                  \
