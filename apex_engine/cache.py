@@ -49,9 +49,8 @@ class Pool:
         self.evictable = np.zeros(slots, bool)  # resident and not pinned
         self.masked = np.zeros(slots, bool)
         self.passing = np.zeros(slots, bool)  # holds what a prompt streams through
-        self.most_passing = max(
-            slots // 8, 2 if slots > 4 else 1
-        )  # two, so that one is filled while the other computes
+        # Two at least, so that one is filled while the other computes.
+        self.most_passing = max(slots // 8, 2 if slots > 4 else 1)
 
     def __len__(self) -> int:
         return len(self.state)
@@ -75,9 +74,8 @@ class ExpertCache:
         self.pools = {precision: Pool(layouts[precision], n, device, pinned) for precision, n in slots.items() if n}
         self._policy = policy
         self._poison = poison
-        self._masked: dict[
-            int, list[tuple[Precision, int, ExpertId]]
-        ] = {}  # layer -> what is masked until it has passed
+        # layer -> what is masked until it has passed
+        self._masked: dict[int, list[tuple[Precision, int, ExpertId]]] = {}
         for pool in self.pools.values():
             self._spoil(pool.memory)
 

@@ -64,9 +64,8 @@ class Engine:
         cost_ratio = stride[Precision.LOW] / stride[Precision.HIGH]
         self._policy = POLICIES[config.policy](layers, self.manifest.experts, cost_ratio)
         self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
-        self._share = {
-            p: -(-slots // layers) for p, slots in self.plan.slots.items()
-        }  # of a layer, while a prompt streams
+        # Slots of a layer while a prompt streams.
+        self._share = {p: -(-slots // layers) for p, slots in self.plan.slots.items()}
         self._all_resident = self.plan.slots[Precision.HIGH] == self.plan.experts and config.mode == "exact"
         self._degrade = config.upgrade == "async"
         self.link = Link.parse(config.link) if config.link else None
@@ -171,10 +170,7 @@ class Engine:
             ready: dict[Precision, list[tuple[Use, int]]] = {}
             coming: dict[Load, Use] = {}
             with loader.lock:
-                find = cache.find
-                uses = dispatch(
-                    ids, wishes, self.config.mode, lambda e, p: find(ExpertId(layer, e), p) is not None, self._degrade
-                )
+                uses = self._dispatch(layer, ids, wishes, cache)
                 self._count(layer, uses, wishes, gates)
                 for use in sorted(uses, key=_most_tokens) if len(ids) > 1 else uses:
                     if use.precision is not Precision.SKIP:
@@ -258,10 +254,7 @@ class Engine:
         missing = 0
         wishes = self._wishes(later, weights)
         with loader.lock:
-            find = cache.find
-            uses = dispatch(
-                chosen, wishes, self.config.mode, lambda e, p: find(ExpertId(later, e), p) is not None, self._degrade
-            )
+            uses = self._dispatch(later, chosen, wishes, cache)
             mass = np.abs(weights)
             for use in sorted(uses, key=lambda use: -mass[use.tokens, use.choices].sum()):
                 if use.precision is Precision.SKIP:
@@ -291,6 +284,12 @@ class Engine:
         if layer == 0 and config.t1 >= 0:
             return wanted(gates, max(config.t1, config.first_t1), max(config.t2, config.first_t1))
         return wanted(gates, config.t1, config.t2)
+
+    def _dispatch(self, layer: int, chosen: np.ndarray, wishes: np.ndarray, cache: ExpertCache) -> list[Use]:
+        def resident(expert: int, precision: Precision) -> bool:
+            return cache.find(ExpertId(layer, expert), precision) is not None
+
+        return dispatch(chosen, wishes, self.config.mode, resident, self._degrade)
 
     def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()

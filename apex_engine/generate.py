@@ -21,7 +21,7 @@ from apex_engine.command import console, human, run, say
 from apex_engine.config import MODES, SYSTEMS, Config
 from apex_engine.hook import load, read_config
 from apex_engine.kernels.pick import KERNELS
-from apex_engine.plan import Plan, free_memory, kv_bytes, make_plan
+from apex_engine.plan import Plan, automatic_memory, kv_bytes, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
 from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
@@ -146,7 +146,7 @@ def main() -> None:
     device = _device(args.device)
     options = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
     if options.get("device_memory") == "auto":
-        options["device_memory"] = free_memory(device) * 9 // 10
+        options["device_memory"] = automatic_memory(device)
     config = Config.make(**options)
     sampling = _sampling(args)
     transformers_logging.set_verbosity_error()

@@ -18,7 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from apex_engine.config import Config
 from apex_engine.engine import Engine
 from apex_engine.experts import ApexExperts
-from apex_engine.plan import free_memory, kv_bytes
+from apex_engine.plan import automatic_memory, kv_bytes
 from apex_engine.predictor import Predictor
 from apex_engine.quantize.checkpoint import MANIFEST, Manifest, guard_name
 from apex_engine.quantize.source import find_experts
@@ -34,7 +34,7 @@ def load(
     option, a budget that is too small.
     """
     if options.get("device_memory") == "auto":
-        options["device_memory"] = free_memory(torch.device(device)) * 9 // 10
+        options["device_memory"] = automatic_memory(torch.device(device))
     Config.make(**options)
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / MANIFEST).is_file():

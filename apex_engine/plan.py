@@ -114,6 +114,11 @@ def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None
         return None
 
 
+def automatic_memory(device: torch.device) -> int:
+    """Bytes that `device_memory="auto"` takes."""
+    return free_memory(device) * 9 // 10
+
+
 def free_memory(device: torch.device) -> int:
     """Bytes that can be had now: of the GPU, or of this machine and the control group the process is in."""
     if device.type == "cuda":

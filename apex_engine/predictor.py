@@ -59,14 +59,14 @@ class Predictor:
 
     def _learn(self, index: int, decoder_layer: nn.Module, block: nn.Module) -> list[Any]:
         """Watches one call of the block's router, and of the norm whose output is the block's input."""
-        hidden = {"norms": {}, "block": None}  # type: dict[str, Any]
+        norm_of: dict[int, nn.Module] = {}  # address of its output -> norm
         router = next((child for name, child in block.named_children() if name in ("gate", "router")), None)
         if router is None:
             return []
 
         def norm_called(norm: nn.Module, _: Any, out: Any) -> None:
             if isinstance(out, Tensor):
-                hidden["norms"][out.data_ptr()] = norm
+                norm_of[out.data_ptr()] = norm
 
         def router_called(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             x = args[0] if args else kwargs.get("hidden_states")
@@ -75,7 +75,7 @@ class Predictor:
                 layer = _Layer(module, args[1:], {k: v for k, v in kwargs.items() if k != "hidden_states"})
                 again = layer.route(x.reshape(-1, x.shape[-1]))
                 if again is not None and all(torch.equal(a, b) for a, b in zip(again, found, strict=True)):
-                    self._norms[index] = _weight_of(hidden["norms"].get(x.data_ptr()), x)
+                    self._norms[index] = _weight_of(norm_of.get(x.data_ptr()), x)
                     self._known[index] = layer
             for hook in self._hooks[index]:
                 hook.remove()

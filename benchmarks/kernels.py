@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import track
-from torch.nn.functional import silu
 
 from apex_engine.command import console, run
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.pick import KERNELS, pick
-from apex_engine.kernels.reference import Activation, Kernel, Reference, Routed
+from apex_engine.kernels.reference import Activation, Kernel, Reference, Routed, swiglu
 from apex_engine.quantize.convert import make_blob
 from apex_engine.vocabulary import ApexError
 from benchmarks.machine import machine
@@ -34,7 +33,7 @@ TOKENS = (1, 4, 16, 128)
 FORMATS = ("float16", "bfloat16", "int8", "int2")
 WORKING_SET = 300 << 20  # bytes of slots gone through in turns: more than the caches hold
 SECONDS = 0.5  # of measuring each entry, at least three runs
-SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)
+SWIGLU = Activation(swiglu, swiglu=True)
 
 
 def main() -> None:

@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 from rich.progress import track
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from apex_engine.command import console
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.kernels.reference import Activation
+from apex_engine.kernels.reference import Activation, swiglu
 from apex_engine.quantize.checkpoint import LayerEntry, Manifest, expert_file, expert_file_name
 from apex_engine.quantize.convert import make_blob
 
-SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)
+SWIGLU = Activation(swiglu, swiglu=True)
 
 
 @dataclass(frozen=True)

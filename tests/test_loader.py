@@ -49,6 +49,17 @@ class Store:
             raise ApexError(f"{expert} {precision.word} came wrong")
 
 
+def a_gated_store():
+    """A store whose reads wait for `gate`; `running` tells that one has begun."""
+    running, gate = threading.Event(), threading.Event()
+
+    def trouble(expert, precision, start):
+        running.set()
+        assert gate.wait(20)
+
+    return Store(trouble), running, gate
+
+
 @pytest.fixture
 def make():
     made = []
@@ -190,13 +201,7 @@ def test_a_prefetch_that_is_used(make):
 
 def test_a_demand_overtakes_a_prefetch_at_the_next_block(make):
     """One worker, so that the order is that of the queue."""
-    running, gate = threading.Event(), threading.Event()
-
-    def trouble(expert, precision, start):
-        running.set()
-        assert gate.wait(20)
-
-    store = Store(trouble)
+    store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
     early, urgent = ExpertId(1, 0), ExpertId(0, 0)
     expect(loader, early)
@@ -210,13 +215,7 @@ def test_a_demand_overtakes_a_prefetch_at_the_next_block(make):
 
 
 def test_what_was_fetched_for_a_layer_in_vain_is_dropped(make):
-    running, gate = threading.Event(), threading.Event()
-
-    def trouble(expert, precision, start):
-        running.set()
-        assert gate.wait(20)
-
-    store = Store(trouble)
+    store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
     for e in range(3):
         expect(loader, ExpertId(1, e))
@@ -232,13 +231,7 @@ def test_what_was_fetched_for_a_layer_in_vain_is_dropped(make):
 
 
 def test_a_dropped_prefetch_that_is_wanted_after_all(make):
-    running, gate = threading.Event(), threading.Event()
-
-    def trouble(expert, precision, start):
-        running.set()
-        assert gate.wait(20)
-
-    store = Store(trouble)
+    store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
     expect(loader, ExpertId(1, 0))
     assert running.wait(20)
