@@ -139,6 +139,14 @@ class ExpertCache:
         del pool.slot_of[victim]
         self._spoil(pool.memory[slot])
 
+    def evict_all(self) -> None:
+        """Free every slot that is resident and not pinned."""
+        for precision, pool in self.pools.items():
+            for slot in np.flatnonzero(pool.evictable).tolist():
+                pool.state[slot] = State.FILLING
+                self.abort(precision, slot)
+                pool.evictable[slot] = pool.masked[slot] = False
+
     @staticmethod
     def _take(pool: Pool, expert: ExpertId, slot: int, passing: bool) -> int:
         pool.state[slot], pool.owner[slot], pool.slot_of[expert] = State.FILLING, expert, slot

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+import torch
 from rich.console import Console
 
 from apex_engine.vocabulary import ApexError
@@ -37,6 +38,22 @@ def run(main: Callable[[], None]) -> NoReturn:
 def say(text: str) -> None:
     """A message on stderr: wrapped at words on a terminal, one line elsewhere."""
     console.print(text, soft_wrap=not console.is_terminal, markup=False)
+
+
+def parse_device(name: str) -> torch.device:
+    """Raises ApexError where torch has no such device here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ApexError(
+            f"device {name} asked for, but torch sees {torch.cuda.device_count()} CUDA devices here: use --device cpu, or "
+            "install a CUDA build of torch"
+        )
+    return device
 
 
 def human(nbytes: float) -> str:

@@ -12,6 +12,7 @@ from apex_engine.link import Link
 from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError
 
+THRESHOLDS = ("calibrated", "quantile")
 MODES = ("adaptive", "deterministic", "exact")
 UNITS = {"": 1, "B": 1}
 for _i, _letter in enumerate("KMGT", 1):
@@ -24,9 +25,11 @@ class Config:
 
     mode    "exact": never LOW, never skipped. "deterministic": the gate score alone decides, whatever is resident.
             "adaptive": the score is asked only about experts that are not resident.
-    t1, t2  Thresholds of the cumulative gate score: HIGH up to t1, LOW up to t2, skipped above (MoE-APEX: 0.6, 0.9 for Mixtral).
-            A negative t1 makes even a token's first expert LOW: for judging the LOW twins.
-    first_t1  The t1 of the first MoE layer, where it is higher than the others': what goes wrong there goes through all layers.
+    thresholds  Of the cumulative gate score, where none is given: "calibrated", those of each layer that `apex_engine.calibrate`
+            found for a limit; "quantile", the shares of MoE-APEX in the model's own scores. Defaults without a calibration.
+    t1, t2  Thresholds of all layers: HIGH up to t1, LOW up to t2, skipped above (MoE-APEX: 0.6, 0.9 for Mixtral). A negative t1
+            makes even a token's first expert LOW: for judging the LOW twins.
+    first_t1  The t1 of the first MoE layer, where it is higher than t1: what goes wrong there goes through all layers.
     memory  Bytes of resident experts: a number, "6GiB", or "25%" of the bytes of all HIGH twins. Dense weights and the KV
             cache come on top; the plan shows all three.
     device_memory  Instead of `memory`: bytes for all of it, the KV cache of `context` tokens included. "auto" is what is free
@@ -47,9 +50,10 @@ class Config:
     """
 
     mode: str = "adaptive"
-    t1: float = 0.5
-    t2: float = 0.95
-    first_t1: float = 0.75
+    thresholds: str = "calibrated"
+    t1: float | None = None
+    t2: float | None = None
+    first_t1: float | None = None
     memory: int | str = "25%"
     device_memory: int | str | None = None
     context: int = 2048
@@ -69,14 +73,16 @@ class Config:
         _choice("kernels", self.kernels, KERNELS)
         _choice("upgrade", self.upgrade, ("wait", "async"))
         _choice("admission", self.admission, ("stream", "evict"))
+        _choice("thresholds", self.thresholds, THRESHOLDS)
         share = self.low_share if self.low_share not in ("auto", "floor") else 0.0
-        for name, value in (("t1", self.t1), ("t2", self.t2), ("first_t1", self.first_t1), ("low_share", share)):
-            if not isinstance(value, (int, float)):
-                raise ApexError(f"{name} must be a number, not {value!r}")
-        if not (self.t1 <= self.t2 <= 1.0 and self.t1 >= -1.0):
-            raise ApexError(f"thresholds must satisfy -1 <= t1 <= t2 <= 1, not t1 {self.t1}, t2 {self.t2}")
-        if not -1.0 <= self.first_t1 <= 1.0:
-            raise ApexError(f"first_t1 is a threshold between -1 and 1, not {self.first_t1}")
+        for name in ("t1", "t2", "first_t1"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and -1.0 <= value <= 1.0):
+                raise ApexError(f"{name} is a threshold, a number between -1 and 1, not {value!r}")
+        if self.t1 is not None and self.t2 is not None and self.t1 > self.t2:
+            raise ApexError(f"thresholds must satisfy t1 <= t2, not t1 {self.t1}, t2 {self.t2}")
+        if not isinstance(share, (int, float)):
+            raise ApexError(f"low_share must be a number, not {share!r}")
         if not 0.0 <= float(share) <= 1.0:
             raise ApexError(f'low_share is a share of memory between 0 and 1, "auto" or "floor", not {self.low_share}')
         if not (isinstance(self.prefetch, int) and 0 <= self.prefetch <= 4):
@@ -118,9 +124,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "admission": "evict",
         "prefetch": 2,
         "correct_norm": False,
-        "first_t1": 0.6,
-        "t1": 0.6,
-        "t2": 0.9,
+        "thresholds": "quantile",
     },
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},
 }

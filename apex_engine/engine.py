@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from apex_engine.config import Config
 from apex_engine.dispatch import PRECISIONS, Use, dispatch
 from apex_engine.host import host_tier
 from apex_engine.kernels.pick import pick
-from apex_engine.kernels.reference import Activation, Kernel, Routed
+from apex_engine.kernels.reference import Activation, Kernel, Routed, Views
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.link import Link
 from apex_engine.loader import Load, Loader, block_bytes
@@ -38,8 +38,10 @@ from apex_engine.predictor import Predictor
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.scorer import wanted
 from apex_engine.store import ExpertStore
+from apex_engine.thresholds import Thresholds, resolve
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
+Observer = Callable[["Job", Use, Views], None]  # a layer step, one twin and the pairs it serves, its fields
 LEAST_TRUST = 0.5  # a layer whose experts are predicted worse than this is not prefetched for the rest of the sequence
 COUNT, ZEROS = np.arange(1025), np.zeros(1024, np.int64)  # of the pairs of one token
 
@@ -58,7 +60,9 @@ class Engine:
         self.manifest = Manifest.read(folder)
         self.plan: Plan = make_plan(config, self.manifest, dense_bytes, kv_bytes)
         self.ledger = Ledger()
+        self.thresholds = resolve(config, folder, self.manifest)
         self.predictor: Predictor | None = None  # set once the model is there
+        self.observe: Observer | None = None  # shown all that is computed; for calibration
         self._store = ExpertStore(folder, self.manifest)
         stride, layers = self.plan.stride, len(self.manifest.layers)
         cost_ratio = stride[Precision.LOW] / stride[Precision.HIGH]
@@ -66,7 +70,6 @@ class Engine:
         self._layouts = {precision: self._store.layout(precision) for precision in TWINS}
         # Slots of a layer while a prompt streams.
         self._share = {p: -(-slots // layers) for p, slots in self.plan.slots.items()}
-        self._all_resident = self.plan.slots[Precision.HIGH] == self.plan.experts and config.mode == "exact"
         self._degrade = config.upgrade == "async"
         self.link = Link.parse(config.link) if config.link else None
         self._cache: ExpertCache | None = None  # made on the device of the first token
@@ -87,6 +90,7 @@ class Engine:
         resident = {p.word: len(pools[p].slot_of) if p in pools else 0 for p in TWINS}
         return {
             "config": asdict(self.config),
+            "thresholds": asdict(self.thresholds),
             "plan": {
                 "budget_bytes": self.plan.budget,
                 "slot_bytes": self.plan.slot_bytes,
@@ -104,12 +108,30 @@ class Engine:
             **self.ledger.summary(),
         }
 
-    def reset_stats(self) -> None:
-        """Start the ledger afresh. Resident experts and the policy's records stay."""
+    def reset_stats(self, into: Ledger | None = None) -> None:
+        """Count in a new ledger from now on, or go on with the one given. Resident experts and the policy's records stay."""
         with self._lock:
-            self.ledger = Ledger()
+            self.ledger = into or Ledger()
             if self._loader:
                 self._loader.ledger = self.ledger
+
+    def decide(self, mode: str, thresholds: Thresholds | None = None) -> None:
+        """From the next pass on, serve by another mode, and by other thresholds if any are given. What is resident stays, and
+        so do the kernels, which were chosen for the mode that was loaded. Raises ApexError where that was `exact`, which
+        has no slots for LOW twins."""
+        if mode != "exact" and not self.plan.slots[Precision.LOW]:
+            raise ApexError(f"loaded in exact mode, the engine has no slots for LOW twins: load it as {mode}")
+        with self._lock:
+            self.config = replace(self.config, mode=mode)
+            self.thresholds = thresholds or self.thresholds
+
+    def evict_all(self) -> None:
+        """Forget every resident expert, as if the model had just been loaded."""
+        with self._lock:
+            if self._cache and self._loader:
+                with self._loader.lock:
+                    self._loader.drop_all()
+                    self._cache.evict_all()
 
     def close(self) -> None:
         """Stop loading, close the expert files and free the slots. A model that is called afterwards raises ApexError."""
@@ -166,7 +188,7 @@ class Engine:
             gates, ids = weights.cpu().numpy(), chosen.cpu().numpy()
             wishes = self._wishes(layer, gates)
             out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
-            job = _Job(layer, x, weights.flatten(), activation, out)
+            job = Job(layer, x, weights.flatten(), activation, out)
             ready: dict[Precision, list[tuple[Use, int]]] = {}
             coming: dict[Load, Use] = {}
             with loader.lock:
@@ -194,7 +216,7 @@ class Engine:
             return out.sum(1).to(x.dtype)
 
     def _serve(
-        self, job: _Job, ready: dict[Precision, list[tuple[Use, int]]], coming: dict[Load, Use], loader: Loader
+        self, job: Job, ready: dict[Precision, list[tuple[Use, int]]], coming: dict[Load, Use], loader: Loader
     ) -> None:
         """Compute what is resident, then what arrives, as it arrives. Empties `ready` and `coming` on its way."""
         while ready or coming:
@@ -225,7 +247,7 @@ class Engine:
         if len(ids) == 1 and layer in self._expected:
             self._judge(layer, self._expected.pop(layer), ids, gates)
         predictor = self.predictor
-        if not predictor or not predictor.ready or self._all_resident or self._streaming or not self._trial.on:
+        if not predictor or not predictor.ready or self._all_resident() or self._streaming or not self._trial.on:
             return
         budget = loader.rate * self._pace.free
         for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
@@ -239,6 +261,10 @@ class Engine:
                 self._expected[later] = chosen[0][np.argsort(-np.abs(weights[0]), kind="stable")].tolist()
             if self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader):
                 break
+
+    def _all_resident(self) -> bool:
+        """Whether nothing will ever be missing, once it has come."""
+        return self.config.mode == "exact" and self.plan.slots[Precision.HIGH] == self.plan.experts
 
     def _fetch_ahead(
         self,
@@ -278,12 +304,9 @@ class Engine:
         self._trust[layer] += 0.1 * (right / len(chosen) - self._trust[layer])
 
     def _wishes(self, layer: int, gates: np.ndarray) -> np.ndarray:
-        config = self.config
-        if config.mode == "exact":
+        if self.config.mode == "exact":
             return np.full(gates.shape, int(Precision.HIGH), np.int8)
-        if layer == 0 and config.t1 >= 0:
-            return wanted(gates, max(config.t1, config.first_t1), max(config.t2, config.first_t1))
-        return wanted(gates, config.t1, config.t2)
+        return wanted(gates, self.thresholds.t1[layer], self.thresholds.t2[layer])
 
     def _dispatch(self, layer: int, chosen: np.ndarray, wishes: np.ndarray, cache: ExpertCache) -> list[Use]:
         def resident(expert: int, precision: Precision) -> bool:
@@ -291,7 +314,7 @@ class Engine:
 
         return dispatch(chosen, wishes, self.config.mode, resident, self._degrade)
 
-    def _compute(self, job: _Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
+    def _compute(self, job: Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()
         choices = job.out.shape[1]
         slots = [slot for _, slot in served]
@@ -306,6 +329,10 @@ class Engine:
         out = job.out.view(-1, job.out.shape[2])
         self._kernels[precision](job.x, slots, routed, job.gates, job.activation, out)
         self.ledger.compute_seconds += time.perf_counter() - start
+        if self.observe and self._cache:
+            pool = self._cache.pools[precision]
+            for use, slot in served:
+                self.observe(job, use, pool.layout.views(pool.memory[slot]))
 
     def _count(self, layer: int, uses: list[Use], wishes: np.ndarray, gates: np.ndarray) -> None:
         ledger = self.ledger
@@ -411,7 +438,7 @@ class _Trial:
         self._times[self.on].append(seconds)
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """One layer step: `x` `[T, H]`, `gates` float32 `[T K]`, `out` float32 `[T, K, H]`."""
 
     layer: int

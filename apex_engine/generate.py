@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,41 +12,19 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedModel, TextStreamer, set_seed
+from transformers import PreTrainedModel, TextStreamer, set_seed
 from transformers.utils import logging as transformers_logging
 
-from apex_engine.command import console, human, run, say
-from apex_engine.config import MODES, SYSTEMS, Config
+from apex_engine.arguments import add_engine_options, engine_config, open_checkpoint, read_tokenizer
+from apex_engine.command import console, human, parse_device, run, say
+from apex_engine.config import Config
 from apex_engine.hook import load, read_config
-from apex_engine.kernels.pick import KERNELS
-from apex_engine.plan import Plan, automatic_memory, kv_bytes, make_plan
-from apex_engine.policies import POLICIES
-from apex_engine.quantize.__main__ import quantize
-from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
-from apex_engine.quantize.convert import JOURNAL, Options
-from apex_engine.quantize.source import ALIASES, resolve
+from apex_engine.plan import Plan, kv_bytes, make_plan
 from apex_engine.vocabulary import ApexError, Precision
 
 ADAPTIVE = (
     "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "
     "(--mode exact forbids it)"
-)
-ENGINE_OPTIONS = (
-    "system",
-    "mode",
-    "memory",
-    "device_memory",
-    "host_memory",
-    "t1",
-    "t2",
-    "first_t1",
-    "low_share",
-    "upgrade",
-    "policy",
-    "admission",
-    "prefetch",
-    "link",
-    "kernels",
 )
 DEMO_PROMPT = "Rev3:1 And I saw a great"
 # transformers' own generation flags: name -> (type, least, most, only with --do-sample)
@@ -63,7 +39,6 @@ SAMPLING: dict[str, tuple[type, float, float, bool]] = {
 
 
 def parser() -> argparse.ArgumentParser:
-    default = Config()
     p = argparse.ArgumentParser(
         prog="python -m apex_engine.generate",
         description="Generate text with an apex checkpoint. Without arguments: the bundled model (quantized on first use) and a "
@@ -81,55 +56,7 @@ def parser() -> argparse.ArgumentParser:
         "--raw", action="store_true", help="give the prompt as it is, although the tokenizer has a chat template"
     )
     p.add_argument("-n", "--max-new-tokens", type=int, default=128, metavar="N", help="default: %(default)s")
-    engine = p.add_argument_group("engine")
-    add = engine.add_argument
-    add("--system", choices=SYSTEMS, help="a preset for the options below; default: default")
-    add("--mode", choices=MODES, help=f"default: {default.mode}")
-    add(
-        "--memory",
-        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; '
-        f"default: {default.memory}%",
-    )
-    add(
-        "--device-memory",
-        metavar="BYTES",
-        help='instead of --memory: for dense weights, KV cache and experts together; "auto": what is free less a tenth',
-    )
-    add(
-        "--host-memory",
-        metavar="BYTES",
-        help="for a second tier of experts in host memory, with a GPU or --link; a share is one of all twins; default: none",
-    )
-    add("--t1", type=float, help=f"gate score up to which an expert is HIGH; default: {default.t1}")
-    add("--t2", type=float, help=f"score above which it is skipped; default: {default.t2}")
-    add("--first-t1", type=float, help=f"t1 of the first MoE layer, if higher than t1; default: {default.first_t1}")
-    add(
-        "--low-share",
-        type=_share,
-        help='share of the memory for LOW twins; "auto": a twentieth; "floor": all of them are resident; default: auto',
-    )
-    add(
-        "--upgrade",
-        choices=("wait", "async"),
-        help="async: where HIGH is wanted and only LOW is resident, LOW serves and HIGH comes later; default: wait",
-    )
-    add("--policy", choices=POLICIES, help=f"eviction; default: {default.policy}")
-    add(
-        "--admission",
-        choices=("stream", "evict"),
-        help=f"what a prompt may do to the resident experts; default: {default.admission}",
-    )
-    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {default.prefetch}")
-    add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
-    add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
-    p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))
-    engine.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
-    engine.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="of the computation; default: the model's",
-    )
+    engine = add_engine_options(p)
     engine.add_argument(
         "--stats", choices=("table", "json", "none"), default="table", help="plan and ledger, on stderr; default: table"
     )
@@ -143,18 +70,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = parser().parse_args()
-    device = _device(args.device)
-    options = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
-    if options.get("device_memory") == "auto":
-        options["device_memory"] = automatic_memory(device)
-    config = Config.make(**options)
+    device = parse_device(args.device)
+    config = engine_config(args, device)
     sampling = _sampling(args)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     prompt = _prompt(args)
-    folder = demo_checkpoint() if args.model in (None, "tiny") else Path(args.model)
-    manifest = _manifest(folder)
-    tokenizer = _tokenizer(folder)
+    folder, manifest = open_checkpoint(args.model)
+    tokenizer = read_tokenizer(folder)
     ids = _encode(tokenizer, prompt, args.raw)
     model_config = read_config(folder)
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
@@ -185,61 +108,6 @@ def main() -> None:
         raise
     finally:  # after Ctrl-C too: what was done so far
         show_stats(model, args.stats)
-
-
-def demo_checkpoint() -> Path:
-    """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
-    source, options = resolve("tiny"), Options()
-    weights = sha256_of(source / "model.safetensors")
-    identity = hashlib.sha256(f"{source} {weights} {options} {FORMAT_VERSION}".encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
-    folder = cache / f"tiny-mixtral-{identity}"
-    if not (folder / MANIFEST).is_file():
-        say(f"quantizing the bundled model into {folder} (once)")
-        quantize("tiny", folder, options)
-    return folder
-
-
-def _manifest(folder: Path) -> Manifest:
-    if not folder.is_dir():
-        known = str(folder) in ALIASES
-        advice = (
-            f"make it with `python -m apex_engine.quantize {folder}`, then give checkpoints/{folder}-apex"
-            if known
-            else "the first argument is the folder of an apex checkpoint, the second the prompt"
-        )
-        raise ApexError(f"{folder} is no directory: {advice}")
-    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file() and not (folder / JOURNAL).is_file():
-        raise ApexError(
-            f"{folder} is not an apex checkpoint but an ordinary model: make one of it with "
-            f"`python -m apex_engine.quantize {folder}`, then give checkpoints/{folder.resolve().name}-apex"
-        )
-    return Manifest.read(folder)
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the libraries behind it raise whatever they like
-        raise ApexError(
-            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): "
-            "copy the source's tokenizer files there"
-        ) from None
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise ApexError(f"unknown device {name}: use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ApexError(
-            f"device {name} asked for, but torch sees {torch.cuda.device_count()} CUDA devices here: use --device cpu, or "
-            "install a CUDA build of torch"
-        )
-    return device
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -304,13 +172,6 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
         if not least <= value <= most:
             raise ApexError(f"{_flag(name)} {value} is out of range: from {least:g} to {most:g}")
     return given
-
-
-def _share(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # "auto", "floor", or refused with the others
 
 
 def _flag(name: str) -> str:

@@ -24,6 +24,7 @@ import apex_engine
 from apex_engine.command import console, run, say
 from apex_engine.config import Config
 from apex_engine.engine import Engine
+from apex_engine.eval.machine import machine
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ALIGN
 from apex_engine.ledger import TWINS
@@ -33,7 +34,6 @@ from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
-from benchmarks.machine import machine
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 
 STEPS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ import platform
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,40 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 import apex_engine
+from apex_engine.calibrate import Limit, Settings, calibrate
 from apex_engine.command import console, run
-from apex_engine.config import Config
-from apex_engine.eval.perplexity import decoded_logits, score, window_logits
+from apex_engine.eval.machine import machine
+from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
 from apex_engine.quantize.convert import Options, convert
+from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import Source, resolve
-from benchmarks.machine import machine
+from apex_engine.thresholds import DEFAULTS
 
+# name -> options, whether made with the second moments of the "clip" twins' inputs
 TWINS = {
-    "clip": Options(),
-    "hqq": Options(low_method="hqq"),
-    "clip, 3-bit down": Options(low_down=3),
-    "int8": Options(high="int8"),
+    "clip": (Options(), False),
+    "hqq": (Options(low_method="hqq"), False),
+    "clip, importance": (Options(), True),
+    "gptq, importance": (Options(low_method="gptq"), True),
+    "clip, 3-bit down": (Options(low_down=3), False),
+    "gptq, importance, 3-bit down": (Options(low_method="gptq", low_down=3), True),
+    "int8": (Options(high="int8"), False),
 }
+CALIBRATED = "gptq, importance"
+LIMIT = Limit("kl", 0.02)
+UNCALIBRATED = dict(zip(("t1", "t2", "first_t1"), DEFAULTS["calibrated"], strict=True))
+ALL_LOW = {"mode": "deterministic", "t1": -1.0, "t2": 1.0}
 # name -> twins, run-time options, one token at a time
 RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "all HIGH, 16-bit (`exact`)": ("clip", {"mode": "exact", "memory": "100%"}, False),
     "all HIGH, int8 (`exact`)": ("int8", {"mode": "exact", "memory": "100%"}, False),
-    "`adaptive`, 50 % resident": ("clip", {"memory": "50%"}, True),
-    "`adaptive`, 25 % resident": ("clip", {"memory": "25%"}, True),
-    "`deterministic`": ("clip", {"mode": "deterministic", "memory": "100%"}, False),
-    "all LOW, hqq": ("hqq", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
-    "all LOW, clip": ("clip", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
-    "all LOW, clip, 3-bit down": ("clip, 3-bit down", {"mode": "deterministic", "t1": -1.0, "t2": 1.0}, False),
+    "`deterministic`, clip, not calibrated": ("clip", {"mode": "deterministic", **UNCALIBRATED}, False),
+    f"`deterministic`, {CALIBRATED}, same thresholds": (CALIBRATED, {"mode": "deterministic", **UNCALIBRATED}, False),
+    f"`deterministic`, {CALIBRATED}, calibrated": (CALIBRATED, {"mode": "deterministic"}, False),
+    f"`adaptive`, 50 % resident, {CALIBRATED}, calibrated": (CALIBRATED, {"memory": "50%"}, True),
+    f"`adaptive`, 25 % resident, {CALIBRATED}, calibrated": (CALIBRATED, {"memory": "25%"}, True),
+    **{f"all LOW, {name}": (name, ALL_LOW, False) for name in TWINS if name != "int8"},
 }
 
 
@@ -65,32 +76,41 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
     source = resolve("tiny")
     folders = {name: scratch / str(i) for i, name in enumerate(TWINS)}
     bits = {}
-    for name, options in TWINS.items():
-        manifest, _ = convert("tiny", Source(source), folders[name], options, lambda n: None)
+    moments = None
+    for name, (options, important) in TWINS.items():
+        if important and moments is None:
+            calibrate(folders["clip"], LIMIT, Settings())
+            moments = Moments(folders["clip"])
+        if important and moments:
+            options = replace(options, importance=moments.identity)
+        used = moments if important else None
+        manifest, _ = convert("tiny", Source(source), folders[name], options, lambda n: None, used)
         bits[name] = manifest.low.bits_per_weight
+    content = calibrate(folders[CALIBRATED], LIMIT, Settings())
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = {name: windows(tokenizer, text, args.windows, args.length) for name, text in domains(source).items()}
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     truth = {name: window_logits(reference, rows) for name, rows in texts.items()}
-    base = {name: score(reference, rows, truth[name], lambda *_, n=name: truth[n]) for name, rows in texts.items()}
+    base = {name: judge(rows, truth[name], truth[name]) for name, rows in texts.items()}
 
     head = " | ".join(f"{name}: perplexity | change | KL" for name in texts)
     lines = [
-        f"| | {head} | calls LOW / skipped |",
-        "|---|" + "---:|" * (3 * len(texts) + 1),
-        "| transformers | " + " | ".join(f"{base[n].perplexity:.2f} | | " for n in texts) + " | |",
+        f"| | {head} | mean: change | KL | calls LOW / skipped |",
+        "|---|" + "---:|" * (3 * len(texts) + 3),
+        "| transformers | " + " | ".join(f"{base[n].perplexity:.2f} | | " for n in texts) + " | | | |",
     ]
     for label, (twins, options, stepwise) in track(RUNS.items(), "scoring", console=console):
         model = apex_engine.load(folders[twins], dtype=torch.float32, **options)
-        cells = []
+        cells, parts = [], []
         for name, rows in texts.items():
-            found = score(model, rows, truth[name], decoded_logits if stepwise else window_logits)
-            cells.append(
-                f"{found.perplexity:.2f} | {found.perplexity / base[name].perplexity - 1:+.2%} | {found.kl:z.4f}"
-            )
+            found = judge(rows, truth[name], (decoded_logits if stepwise else window_logits)(model, rows))
+            cells.append(f"{found.perplexity:.2f} | {found.change:+.2%} | {found.kl.mean():z.4f}")
+            parts.append(found)
         share = model.apex.stats()["share_of_calls"]
         note = f" ({bits[twins]:.2f} bits)" if label.startswith("all LOW") else ""
-        lines.append(f"| {label}{note} | " + " | ".join(cells) + f" | {share['low']:.1%} / {share['skip']:.1%} |")
+        mean = f"{statistics.fmean(p.change for p in parts):+.2%} | {Comparison.joined(parts).kl.mean():z.4f}"
+        cells += [mean, f"{share['low']:.1%} / {share['skip']:.1%}"]
+        lines.append(f"| {label}{note} | " + " | ".join(cells) + " |")
         model.apex.close()
     return TEMPLATE.format(
         windows=args.windows,
@@ -102,8 +122,29 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
         speed="\n".join(speed(source, folders["clip"], args.repeats)),
         repeats=args.repeats,
         machine=machine(),
-        config=Config(),
+        curve="\n".join(curve(content)),
+        thresholds="\n".join(thresholds(content)),
+        limit=LIMIT,
+        calibrated=CALIBRATED,
+        uncalibrated=", ".join(f"{name} {value:g}" for name, value in UNCALIBRATED.items()),
     )
+
+
+def curve(content: dict[str, Any]) -> list[str]:
+    """The calibration's trade-off, as it was measured on its own text."""
+    lines = ["| KL | perplexity | calls LOW | skipped | gate mass LOW |", "|---:|---:|---:|---:|---:|"]
+    for point in content["curve"]:
+        shares = [f"{point[name]:.1%}" for name in ("share_low", "share_skip", "gate_mass_low")]
+        lines.append("| " + " | ".join([f"{point['kl']:.4f}", f"{point['change']:+.2%}", *shares]) + " |")
+    return lines
+
+
+def thresholds(content: dict[str, Any]) -> list[str]:
+    lines = ["| layer | T1 | T2 | KL if all its experts are LOW |", "|---:|---:|---:|---:|"]
+    rows = zip(*content["thresholds"].values(), content["layers"]["kl_all_low"], strict=True)
+    for i, (t1, t2, kl) in enumerate(rows):
+        lines.append(f"| {i} | {'all LOW' if t1 < 0 else f'{t1:.2f}'} | {t2:.2f} | {kl:.4f} |")
+    return lines
 
 
 @torch.no_grad()
@@ -179,11 +220,25 @@ TEMPLATE = """# What the trade costs on the bundled model
 Made by `python -m benchmarks.demo_model -o docs/demo-model.md`. Perplexity on held-out text in {windows} windows of {length}
 tokens a domain, spread over the whole text; KL(transformers || engine) in nats a token; float32 computation. `kjv` is
 Revelation, `drama` Macbeth, `code` the source of {modules} in the standard library of Python {python}.
-Thresholds T1 {config.t1:g} (first MoE layer {config.first_t1:g}), T2 {config.t2:g}.
-The adaptive rows are decoded token by token, since a whole window in one pass serves nearly every expert HIGH (some token
-wants it); the others give the same in any grouping of the tokens.
+The thresholds that are not calibrated are {uncalibrated}. LOW twins with importance are made
+with `--importance`, from second moments of the experts' inputs on text that the model wrote itself: nothing here was calibrated
+on the text it is measured on. Bits are real ones, with scales, zeros and padding.
+
+Windows go through in one pass, but for the adaptive rows: those are decoded token by token, since a whole window in one pass
+serves nearly every expert HIGH (some token wants it); the others give the same in any grouping of the tokens.
 
 {table}
+
+## Calibration
+
+`python -m apex_engine.calibrate` on the {calibrated} twins, for {limit}, on 32,768 tokens that the model wrote itself, at
+temperature 1. The trade-off, on 16 windows of that text:
+
+{curve}
+
+The thresholds, and what is lost where all experts of one layer alone are LOW:
+
+{thresholds}
 
 ## Routing
 

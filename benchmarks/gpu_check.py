@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.command import run, say
+from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Reference, Routed
@@ -27,7 +28,6 @@ from apex_engine.quantize.convert import Options, convert, make_blob
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.vocabulary import ApexError
 from benchmarks.kernels import SWIGLU, benchmark
-from benchmarks.machine import machine
 
 FORMATS = [("int2", 64), ("int2", 16), ("int3", 64), ("int4", 64), ("int8", 0), ("bfloat16", 0), ("float16", 0)]
 SHAPES = [(192, 384), (64, 96), (640, 768), (1408, 160)]  # (hidden, intermediate)

@@ -14,12 +14,12 @@ import torch
 from rich.progress import track
 
 from apex_engine.command import console, run
+from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.pick import KERNELS, pick
 from apex_engine.kernels.reference import Activation, Kernel, Reference, Routed, swiglu
 from apex_engine.quantize.convert import make_blob
 from apex_engine.vocabulary import ApexError
-from benchmarks.machine import machine
 
 SHAPES = {  # (intermediate, hidden)
     "mixtral": (14336, 4096),

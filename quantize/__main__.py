@@ -8,12 +8,13 @@ from pathlib import Path
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from apex_engine.command import console, human, run, say
+from apex_engine.command import console, human, parse_device, run, say
 from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.packing import GROUP_SIZES
 from apex_engine.quantize.checkpoint import Manifest, verify
 from apex_engine.quantize.convert import HIGH_FORMATS, JOURNAL, Options, convert
 from apex_engine.quantize.methods import METHODS
+from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import ALIASES, Source, resolve
 
 
@@ -45,7 +46,21 @@ def parser() -> argparse.ArgumentParser:
         default=default.high,
         help="HIGH twin; 16bit is the source's own dtype and lossless",
     )
-    p.add_argument("--low-method", choices=METHODS, default=default.low_method, help="how the LOW twin is found")
+    p.add_argument(
+        "--low-method",
+        choices=METHODS,
+        default=default.low_method,
+        help="how the LOW twin is found; gptq, which needs --importance, takes longest and halves the damage of clip",
+    )
+    p.add_argument(
+        "--importance",
+        type=Path,
+        metavar="CHECKPOINT",
+        default=argparse.SUPPRESS,
+        help="an apex checkpoint of the same model that `python -m apex_engine.calibrate` has been over: what its experts "
+        "are given decides which weights of the LOW twin matter (default: all count the same)",
+    )
+    p.add_argument("--device", default="cpu", help="what does the arithmetic: cpu, cuda, cuda:1")
     p.add_argument(
         "--low-down",
         type=int,
@@ -69,12 +84,18 @@ def main() -> None:
         verify(Path(args.source), lambda name: say(f"reading {name}"))
         say(f"{args.source} is as it was written")
         return
-    options = Options(args.high, args.low_method, args.low_down, args.group_size)
+    moments = Moments(args.importance) if "importance" in args else None
+    options = Options(
+        args.high, args.low_method, args.low_down, args.group_size, moments.identity if moments else Options.importance
+    )
     name = Path(args.source).resolve().name
-    quantize(args.source, getattr(args, "output", Path("checkpoints") / f"{name}-apex"), options)
+    folder = getattr(args, "output", Path("checkpoints") / f"{name}-apex")
+    quantize(args.source, folder, options, moments, str(parse_device(args.device)))
 
 
-def quantize(name: str, folder: Path, options: Options) -> Manifest:
+def quantize(
+    name: str, folder: Path, options: Options, moments: Moments | None = None, device: str = "cpu"
+) -> Manifest:
     """`convert` with a progress bar and the table at the end, on stderr."""
     source = Source(resolve(name))
     if (folder / JOURNAL).is_file():
@@ -96,7 +117,7 @@ def quantize(name: str, folder: Path, options: Options) -> Manifest:
         bar.advance(task, experts)
 
     try:
-        manifest, done = convert(name, source, folder, options, advance)
+        manifest, done = convert(name, source, folder, options, advance, moments, device)
     except KeyboardInterrupt:
         say("what is finished is kept: run the same command again, it goes on where it stopped")
         raise
@@ -132,6 +153,8 @@ def report(manifest: Manifest) -> None:
             f"{twin:4} {layout.stride:,} bytes an expert, {layout.bits_per_weight:.2f} bits a weight with scales and "
             f"padding, {human(layout.stride * experts)} in all"
         )
+    for what, count in manifest.fallbacks.items():
+        say(f"note: {count} LOW matrices of {2 * experts} are {what}: too few calibration tokens chose their experts")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class Manifest:
     dense_bytes: int
     files: dict[str, FileEntry] = field(default_factory=dict)
     errors: dict[str, Any] = field(default_factory=dict)  # relative error by twin and matrix, and the worst tensors
+    fallbacks: dict[str, int] = field(default_factory=dict)  # LOW matrices made in a simpler way, for want of tokens
 
     def write(self, folder: Path) -> None:
         content = {
@@ -79,6 +80,7 @@ class Manifest:
             "layers": [asdict(layer) for layer in self.layers],
             "dense_bytes": self.dense_bytes,
             "errors": self.errors,
+            "fallbacks": self.fallbacks,
             "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
         }
         with atomic_file(folder / MANIFEST) as file:
@@ -112,6 +114,7 @@ class Manifest:
                 layers=tuple(LayerEntry(**layer) for layer in content["layers"]),
                 dense_bytes=content["dense_bytes"],
                 errors=content["errors"],
+                fallbacks=content.get("fallbacks", {}),
                 files={
                     name: FileEntry(entry["nbytes"], entry["sha256"], tuple(entry["blobs"]))
                     for name, entry in content["files"].items()

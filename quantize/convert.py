@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -40,7 +41,8 @@ from apex_engine.quantize.checkpoint import (
     guard_name,
     sha256_of,
 )
-from apex_engine.quantize.methods import METHODS, encode
+from apex_engine.quantize.methods import METHODS, encode, feeds_back
+from apex_engine.quantize.moments import MatrixMoments, Moments
 from apex_engine.quantize.source import MoeLayer, Source
 from apex_engine.vocabulary import ApexError
 
@@ -60,6 +62,7 @@ class Options:
     low_method: str = "clip"
     low_down: int = 2  # bits of the down matrix in the LOW twin; the up matrix always has 2
     group_size: int = 64
+    importance: str = ""  # identity of the second moments the LOW twin is made with; "" without
 
     def layouts(self, source: Source) -> tuple[Layout, Layout]:
         """(HIGH, LOW) layouts for a source. Raises ApexError where an option does not fit it."""
@@ -67,6 +70,12 @@ class Options:
             raise ApexError(f"unknown HIGH format {self.high}: choose from {', '.join(HIGH_FORMATS)}")
         if self.low_method not in METHODS:
             raise ApexError(f"unknown LOW method {self.low_method}: choose from {', '.join(METHODS)}")
+        if self.low_method == "gptq" and not self.importance:
+            raise ApexError(
+                "--low-method gptq needs --importance: make a checkpoint with clip, calibrate it, and name it there"
+            )
+        if self.low_method == "hqq" and self.importance:
+            raise ApexError("--low-method hqq has no use for --importance: use clip or gptq, or drop it")
         if self.low_down not in (2, 3, 4):
             raise ApexError(f"the LOW down matrix can have 2, 3 or 4 bits, not {self.low_down}")
         shape = source.layers[0].shape
@@ -93,13 +102,27 @@ class Options:
         return Layout(shape, high, high), Layout(shape, up, down)
 
 
-def convert(name: str, source: Source, folder: Path, options: Options, progress: Progress) -> tuple[Manifest, bool]:
+def convert(
+    name: str,
+    source: Source,
+    folder: Path,
+    options: Options,
+    progress: Progress,
+    moments: Moments | None = None,
+    device: str = "cpu",
+) -> tuple[Manifest, bool]:
     """Write the apex checkpoint of `source` (called `name` by the user) into `folder`.
 
+    `moments`: those that `options.importance` names. `device` does the arithmetic.
+
     Returns the manifest, and whether anything was done: a finished checkpoint of the same source and options is left as
-    it is. Raises ApexError where `folder` holds anything else, the disk is too small, or a weight is not finite.
+    it is. Raises ApexError where `folder` holds anything else, the disk is too small, a weight is not finite, or the moments
+    are those of another model.
     """
     high, low = options.layouts(source)
+    if moments and moments.fingerprint != source.fingerprint:
+        raise ApexError(f"{moments.path} was calibrated on another model than {source.folder}: calibrate this one")
+    twins = Twins(high, low, options.low_method, moments, torch.device(device))
     identity = {"version": FORMAT_VERSION, "fingerprint": source.fingerprint, "options": asdict(options)}
     if finished := _finished(folder, identity):
         (folder / JOURNAL).unlink(missing_ok=True)  # a run was killed at its very end
@@ -111,7 +134,7 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
             if journal.has(_file_names(layer, high, low)):
                 progress(layer.experts)
             else:
-                files, errors = _write_layer(source, layer, folder, high, low, options, progress)
+                files, errors = _write_layer(source, layer, folder, twins, progress)
                 journal.add(files, layer.number, errors)
         last = list(plan.values())[-1]
         for dense_name, tensors in plan.items():
@@ -132,6 +155,7 @@ def convert(name: str, source: Source, folder: Path, options: Options, progress:
             dense_bytes=source.dense_bytes,
             files={**journal.files, **others},
             errors=_summary(journal.errors),
+            fallbacks=twins.fallbacks(source.layers),
         )
         manifest.write(folder)
         journal.remove()
@@ -152,36 +176,77 @@ def _file_names(layer: MoeLayer, high: Layout, low: Layout) -> tuple[str, str]:
     return expert_file_name(layer.number, high.up.name), expert_file_name(layer.number, low.up.name)
 
 
+@dataclass(frozen=True)
+class Twins:
+    """How the two blobs of an expert are made."""
+
+    high: Layout
+    low: Layout
+    method: str
+    moments: Moments | None
+    device: torch.device
+
+    def make(self, layer: int, e: int, expert: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, list[float]]]:
+        """HIGH and LOW blob of expert `e` of the layer with this number, and the sums of `make_blob` by "low.down"."""
+        weights = {name: weight.to(self.device) for name, weight in expert.items()}
+        blobs: list[Tensor] = []
+        sums: dict[str, list[float]] = {}
+        for twin, layout in (("high", self.high), ("low", self.low)):
+            moments = {m: self._moments(layer, e, m) for m in MATRICES} if twin == "low" else {}
+            blob, pairs = make_blob(weights, layout, self.method, moments)
+            blobs.append(blob)
+            sums |= {f"{twin}.{matrix}": pair for matrix, pair in pairs.items()}
+        return blobs, sums
+
+    def fallbacks(self, layers: Sequence[MoeLayer]) -> dict[str, int]:
+        """How many LOW matrices had too few calibration tokens for the method asked for, by what was done instead."""
+        count = {"clip, not gptq": 0, "unweighted": 0}
+        if self.moments:
+            for layer, e, matrix in itertools.product(layers, range(layers[0].experts), MATRICES):
+                moments = self.moments.of(layer.number, e, matrix)
+                count["unweighted"] += moments is None
+                if self.method == "gptq" and moments and not feeds_back(moments, self.low.format(matrix).group):
+                    count["clip, not gptq"] += 1
+        return {what: n for what, n in count.items() if n}
+
+    def _moments(self, layer: int, e: int, matrix: str) -> MatrixMoments | None:
+        found = self.moments.of(layer, e, matrix) if self.moments else None
+        return found and MatrixMoments(found.blocks.to(self.device), found.tokens)
+
+
 def _write_layer(
-    source: Source, layer: MoeLayer, folder: Path, high: Layout, low: Layout, options: Options, progress: Progress
+    source: Source, layer: MoeLayer, folder: Path, twins: Twins, progress: Progress
 ) -> tuple[dict[str, FileEntry], dict[str, list[list[float]]]]:
     """Both expert files of a layer. Returns their entries, and `[squared error, squared weight]` of each expert and matrix."""
-    names = _file_names(layer, high, low)
+    names = _file_names(layer, twins.high, twins.low)
     errors: dict[str, list[list[float]]] = {}
     with (
-        expert_file(folder / names[0], high, layer.experts) as high_file,
-        expert_file(folder / names[1], low, layer.experts) as low_file,
+        expert_file(folder / names[0], twins.high, layer.experts) as high_file,
+        expert_file(folder / names[1], twins.low, layer.experts) as low_file,
     ):
         for e, expert in enumerate(source.expert(layer)):
-            for twin, layout, file in (("high", high, high_file), ("low", low, low_file)):
-                try:
-                    blob, sums = make_blob(expert, layout, options.low_method)
-                except ValueError as error:
-                    raise ApexError(
-                        f"{layer.module}, expert {e}: {error}. Nothing sound can be made of it: download the source again, "
-                        "or take a sound checkpoint"
-                    ) from None
+            try:
+                blobs, sums = twins.make(layer.number, e, expert)
+            except ValueError as error:
+                raise ApexError(
+                    f"{layer.module}, expert {e}: {error}. Nothing sound can be made of it: download the source again, "
+                    "or take a sound checkpoint"
+                ) from None
+            for file, blob in zip((high_file, low_file), blobs, strict=True):
                 file.append(blob)
-                for matrix, pair in sums.items():
-                    errors.setdefault(f"{twin}.{matrix}", []).append(pair)
+            for kind, pair in sums.items():
+                errors.setdefault(kind, []).append(pair)
             progress(1)
     return {names[0]: high_file.entry(), names[1]: low_file.entry()}, errors
 
 
-def make_blob(expert: dict[str, Tensor], layout: Layout, method: str) -> tuple[Tensor, dict[str, list[float]]]:
-    """One twin of one expert: its blob, uint8 `[stride]`, and `[squared error, squared weight]` of each matrix.
+def make_blob(
+    expert: dict[str, Tensor], layout: Layout, method: str, moments: Mapping[str, MatrixMoments | None] | None = None
+) -> tuple[Tensor, dict[str, list[float]]]:
+    """One twin of one expert: its blob, uint8 `[stride]` on the CPU, and `[squared error, squared weight]` of each matrix.
 
-    `expert`: "up.weight", "down.weight" `[N, K]` and the biases. Raises ValueError naming the matrix that cannot be encoded.
+    `expert`: "up.weight", "down.weight" `[N, K]` and the biases; `moments` of each matrix, on the same device. Raises ValueError
+    naming the matrix that cannot be encoded.
     """
     blob = torch.zeros(layout.stride, dtype=torch.uint8)
     views = layout.views(blob)
@@ -189,14 +254,14 @@ def make_blob(expert: dict[str, Tensor], layout: Layout, method: str) -> tuple[T
     for matrix in MATRICES:
         weight = expert[f"{matrix}.weight"]
         try:
-            fields = encode(weight, layout.format(matrix), method)
+            fields = encode(weight, layout.format(matrix), method, (moments or {}).get(matrix))
         except ValueError as error:
             raise ValueError(f"the {matrix} matrix {error}") from None
         if layout.shape.bias:
             fields["bias"] = expert[f"{matrix}.bias"]
         for name, value in fields.items():
             views[f"{matrix}.{name}"].copy_(value)
-        exact = weight.float()
+        exact = weight.float().cpu()
         missed = dequantize(views, matrix, layout).sub_(exact)
         sums[matrix] = [_square_sum(missed), _square_sum(exact)]
     return blob, sums

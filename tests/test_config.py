@@ -38,9 +38,9 @@ def test_memory_that_is_not_understood(text):
         ({"mode": "adaptiv"}, "did you mean adaptive"),
         ({"policy": "mru"}, "Choose from next-use, lcu, lru"),
         ({"t1": 0.9, "t2": 0.6}, "t1 <= t2"),
-        ({"t2": 1.5}, "t1 <= t2"),
-        ({"t1": "half"}, "must be a number"),
-        ({"t1": float("nan")}, "t1 <= t2"),
+        ({"t2": 1.5}, "between -1 and 1"),
+        ({"t1": "half"}, "a number between"),
+        ({"t1": float("nan")}, "a number between"),
         ({"low_share": 2}, "between 0 and 1"),
         ({"memory": "lots"}, "not understood"),
         ({"device_memory": "lots"}, "not understood"),
@@ -53,6 +53,7 @@ def test_memory_that_is_not_understood(text):
         ({"upgrade": "async", "mode": "exact"}, "exact mode forbids"),
         ({"system": "apexx"}, "did you mean apex"),
         ({"first_t1": 2}, "between -1 and 1"),
+        ({"thresholds": "quantiles"}, "did you mean quantile"),
         ({"context": 0}, "number of tokens"),
     ],
 )
@@ -68,7 +69,7 @@ def test_config_is_frozen():
 
 def test_a_system_sets_the_defaults_of_the_others():
     apex = Config.make(system="apex")
-    assert (apex.policy, apex.prefetch, apex.admission, apex.t1, apex.t2) == ("lcu", 2, "evict", 0.6, 0.9)
+    assert (apex.policy, apex.prefetch, apex.admission, apex.thresholds) == ("lcu", 2, "evict", "quantile")
     assert Config.make(system="apex", t1=0.3).t1 == 0.3
     on_demand = Config.make(system="on-demand")
     assert (on_demand.mode, on_demand.policy, on_demand.prefetch) == ("exact", "lru", 0)

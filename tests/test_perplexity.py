@@ -1,13 +1,15 @@
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.eval.perplexity import decoded_logits, score, window_logits
-from apex_engine.eval.texts import domains, windows
+from apex_engine.eval.perplexity import Comparison, compare, decoded_logits, judge, stderr, window_logits
+from apex_engine.eval.texts import domains, read_text, strided, windows
+from apex_engine.vocabulary import ApexError
 
 
 @pytest.fixture(scope="module")
@@ -24,20 +26,64 @@ def setting():
 
 def test_a_model_against_itself(setting):
     folder, tokenizer, model = setting
-    rows = windows(tokenizer, domains(folder)["kjv"], 2, 64)
-    found = score(model, rows, window_logits(model, rows))
-    expected = sum(model(row[None], labels=row[None]).loss.item() for row in rows) / 2
-    assert found.loss == pytest.approx(expected, rel=1e-5)
-    assert found.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
-    assert found.kl == pytest.approx(0, abs=1e-6) and found.agreement == 1.0
+    rows = windows(tokenizer, domains(folder)["kjv"], 4, 64)
+    predict = partial(window_logits, model)
+    seen = []
+    found = compare(rows, predict, predict, batch=3, progress=seen.append)
+    assert seen == [3, 1] and found.tokens == 4 * 63
+    expected = [model(row[None], labels=row[None]).loss.item() for row in rows]
+    assert found.loss.tolist() == pytest.approx(expected, rel=1e-5)
+    assert found.perplexity == pytest.approx(math.exp(sum(expected) / 4), rel=1e-4)
+    assert (
+        found.change == 0 and found.change_stderr == 0 and found.kl.abs().max() < 1e-6 and found.agreement.min() == 1.0
+    )
 
 
 def test_kl_by_hand():
     reference = torch.tensor([[[0.5, 0.25, 0.25]]]).log()
     other = torch.tensor([[[0.25, 0.5, 0.25]]]).log()
-    found = score(None, torch.tensor([[0, 1]]), reference, lambda *_: other)
-    assert found.kl == pytest.approx(0.25 * math.log(2))
-    assert found.loss == pytest.approx(math.log(2)) and found.agreement == 0.0
+    found = judge(torch.tensor([[0, 1]]), reference, other)
+    assert found.kl.item() == pytest.approx(0.25 * math.log(2))
+    assert found.loss.item() == pytest.approx(math.log(2)) and found.agreement.item() == 0.0
+    assert found.reference_perplexity == pytest.approx(4) and found.change == pytest.approx(-0.5)
+    assert found.change_stderr is None  # of a single window
+
+
+def test_errors_are_those_of_the_difference():
+    """A loss that every window shares says nothing of how sure the difference is."""
+    ones, spread = torch.ones(4, dtype=torch.float64), torch.tensor([1.0, 5.0, 2.0, 9.0], dtype=torch.float64)
+    assert Comparison(4, spread, spread + 0.5, ones, ones).change_stderr == pytest.approx(0)
+    assert stderr(spread) == pytest.approx(spread.std().item() / 2)
+
+
+def test_only_the_last_predictions_of_overlapping_windows_count(setting):
+    """With a stride, each token is predicted once: the windows are only its context."""
+    _, _, model = setting
+    ids = torch.arange(100, 140)
+    rows = strided(ids, 16, 8)
+    assert rows.shape == (4, 16) and rows[1, 0] == ids[8]
+    predict = partial(window_logits, model)
+    found = compare(rows, predict, predict, last=8)
+    expected = -predict(rows)[:, -8:].gather(-1, rows[:, -8:, None]).mean((1, 2))
+    assert found.tokens == 32 and found.loss.tolist() == pytest.approx(expected.tolist())
+    with pytest.raises(ApexError, match="fewer than one window"):
+        strided(ids, 41, 8)
+
+
+def test_texts_that_cannot_be_had_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("abc")
+    assert read_text(str(tmp_path / "a.txt")) == "abc"
+    with pytest.raises(ApexError, match="neither a file nor"):
+        read_text(str(tmp_path / "b.txt"))
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"text": ["one", "two"]})
+    assert read_text("owner/name:config:train") == "one\ntwo"
+
+    def offline(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr("datasets.load_dataset", offline)
+    with pytest.raises(ApexError, match="no route"):
+        read_text("owner/name")
 
 
 def test_one_by_one_is_the_same_model(setting, bundled_apex):
@@ -45,7 +91,8 @@ def test_one_by_one_is_the_same_model(setting, bundled_apex):
     rows = windows(tokenizer, domains(folder)["code"], 2, 32)
     model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="25%", kernels="torch")
     torch.testing.assert_close(decoded_logits(model, rows), window_logits(model, rows), rtol=0, atol=1e-4)
-    assert model.apex.stats()["sequences"] == 4
+    torch.testing.assert_close(decoded_logits(model, rows, prompt=9), window_logits(model, rows), rtol=0, atol=1e-4)
+    assert model.apex.stats()["sequences"] == 2 + 1 + 2 + 1
 
 
 def test_windows_cover_the_text_and_do_not_overlap(setting):
@@ -64,4 +111,5 @@ def test_the_model_cards_losses(setting, domain, loss):
     """Published over 32 windows of 256 tokens; here over 12 of them, so only the neighbourhood can be right."""
     folder, tokenizer, model = setting
     rows = windows(tokenizer, domains(folder)[domain], 12, 256)
-    assert score(model, rows, window_logits(model, rows)).loss == pytest.approx(loss, abs=0.2)
+    predict = partial(window_logits, model)
+    assert compare(rows, predict, predict).loss.mean().item() == pytest.approx(loss, abs=0.2)

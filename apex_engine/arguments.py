@@ -1,0 +1,167 @@
+"""What the commands that run a checkpoint share: which one, and the engine's options.
+
+The help texts say what `Config` says, and take its defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from apex_engine.command import say
+from apex_engine.config import MODES, SYSTEMS, THRESHOLDS, Config
+from apex_engine.kernels.pick import KERNELS
+from apex_engine.plan import automatic_memory
+from apex_engine.policies import POLICIES
+from apex_engine.quantize.__main__ import quantize
+from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
+from apex_engine.quantize.convert import JOURNAL, Options
+from apex_engine.quantize.source import ALIASES, resolve
+from apex_engine.thresholds import DEFAULTS
+from apex_engine.vocabulary import ApexError
+
+ENGINE_OPTIONS = (
+    "system",
+    "mode",
+    "memory",
+    "device_memory",
+    "host_memory",
+    "thresholds",
+    "t1",
+    "t2",
+    "first_t1",
+    "low_share",
+    "upgrade",
+    "policy",
+    "admission",
+    "prefetch",
+    "link",
+    "kernels",
+)
+
+
+def add_engine_options(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """The options of `Config`, and --device and --dtype; what is not given is None. Returns their group."""
+    default = Config()
+    engine = p.add_argument_group("engine")
+    add = engine.add_argument
+    add("--system", choices=SYSTEMS, help="a preset for the options below; default: default")
+    add("--mode", choices=MODES, help=f"default: {default.mode}")
+    add(
+        "--memory",
+        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; '
+        f"default: {default.memory}%",
+    )
+    add(
+        "--device-memory",
+        metavar="BYTES",
+        help='instead of --memory: for dense weights, KV cache and experts together; "auto": what is free less a tenth',
+    )
+    add(
+        "--host-memory",
+        metavar="BYTES",
+        help="for a second tier of experts in host memory, with a GPU or --link; a share is one of all twins; default: none",
+    )
+    t1, t2, first_t1 = DEFAULTS["calibrated"]
+    add(
+        "--thresholds",
+        choices=THRESHOLDS,
+        help="where none is given below: calibrated, those of each layer that `python -m apex_engine.calibrate` found; "
+        f"quantile, MoE-APEX's shares of the model's own scores; default: {default.thresholds}",
+    )
+    add("--t1", type=float, help=f"gate score up to which an expert is HIGH; uncalibrated: {t1}")
+    add("--t2", type=float, help=f"score above which it is skipped; uncalibrated: {t2}")
+    add("--first-t1", type=float, help=f"t1 of the first MoE layer, if higher than t1; uncalibrated: {first_t1}")
+    add(
+        "--low-share",
+        type=_share,
+        help='share of the memory for LOW twins; "auto": a twentieth; "floor": all of them are resident; default: auto',
+    )
+    add(
+        "--upgrade",
+        choices=("wait", "async"),
+        help="async: where HIGH is wanted and only LOW is resident, LOW serves and HIGH comes later; default: wait",
+    )
+    add("--policy", choices=POLICIES, help=f"eviction; default: {default.policy}")
+    add(
+        "--admission",
+        choices=("stream", "evict"),
+        help=f"what a prompt may do to the resident experts; default: {default.admission}",
+    )
+    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {default.prefetch}")
+    add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
+    add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
+    p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))
+    add("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the computation; default: the model's",
+    )
+    return engine
+
+
+def engine_config(args: argparse.Namespace, device: torch.device, **defaults: Any) -> Config:
+    """The options that were given, over `defaults`. Raises ApexError."""
+    given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    options = {**defaults, **given}
+    if options.get("device_memory") == "auto":
+        options["device_memory"] = automatic_memory(device)
+    return Config.make(**options)
+
+
+def demo_checkpoint() -> Path:
+    """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
+    source, options = resolve("tiny"), Options()
+    weights = sha256_of(source / "model.safetensors")
+    identity = hashlib.sha256(f"{source} {weights} {options} {FORMAT_VERSION}".encode()).hexdigest()[:12]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
+    folder = cache / f"tiny-mixtral-{identity}"
+    if not (folder / MANIFEST).is_file():
+        say(f"quantizing the bundled model into {folder} (once)")
+        quantize("tiny", folder, options)
+    return folder
+
+
+def open_checkpoint(name: str | None) -> tuple[Path, Manifest]:
+    """Folder and manifest of the checkpoint a user named; None and "tiny" are the bundled model. Raises ApexError."""
+    folder = demo_checkpoint() if name in (None, "tiny") else Path(name)
+    if not folder.is_dir():
+        known = str(folder) in ALIASES
+        advice = (
+            f"make it with `python -m apex_engine.quantize {folder}`, then give checkpoints/{folder}-apex"
+            if known
+            else "the first argument is the folder of an apex checkpoint, the second the prompt"
+        )
+        raise ApexError(f"{folder} is no directory: {advice}")
+    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file() and not (folder / JOURNAL).is_file():
+        raise ApexError(
+            f"{folder} is not an apex checkpoint but an ordinary model: make one of it with "
+            f"`python -m apex_engine.quantize {folder}`, then give checkpoints/{folder.resolve().name}-apex"
+        )
+    return folder, Manifest.read(folder)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """Raises ApexError where the checkpoint has none."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # the libraries behind it raise whatever they like
+        raise ApexError(
+            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): "
+            "copy the source's tokenizer files there"
+        ) from None
+
+
+def _share(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # "auto", "floor", or refused with the others

@@ -1,0 +1,529 @@
+"""python -m apex_engine.calibrate CHECKPOINT: find out what the LOW twins cost, layer by layer, and how far to use them.
+
+    1. text, given or sampled from the model itself
+    2. an exact pass over it: second moments of the experts' inputs, errors of the LOW twins by gate score
+    3. each layer with LOW twins alone: what an error there does to the predictions
+    4. thresholds for a limit, tried and corrected until what is measured meets it
+
+Letters: T tokens, K chosen experts a token, L MoE layers, E experts, W windows, N tokens a window.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel, set_seed
+from transformers.utils import logging as transformers_logging
+
+from apex_engine.arguments import read_tokenizer
+from apex_engine.cache import Pool
+from apex_engine.command import console, human, parse_device, run, say
+from apex_engine.config import Config
+from apex_engine.dispatch import Use
+from apex_engine.engine import Engine, Job
+from apex_engine.eval.perplexity import Comparison, judge, window_logits
+from apex_engine.eval.texts import read_text, token_ids, windows
+from apex_engine.hook import load
+from apex_engine.kernels.layout import MATRICES
+from apex_engine.kernels.reference import Views, expert_ffn, matrix_linear
+from apex_engine.plan import free_memory
+from apex_engine.quantize.checkpoint import Manifest, atomic_file
+from apex_engine.quantize.moments import MOMENTS, accumulate, block_size, write_moments
+from apex_engine.scorer import scores
+from apex_engine.store import ExpertStore
+from apex_engine.thresholds import (
+    BINS,
+    CALIBRATION,
+    CALIBRATION_VERSION,
+    Profile,
+    Thresholds,
+    bin_of,
+    cheapest,
+    quantiles,
+    twins_of,
+)
+from apex_engine.vocabulary import ApexError, ExpertId, Precision
+
+CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the limit: points of the trade-off, beside those of the search
+SEARCH_ROUNDS = 4
+CLOSE_ENOUGH = 0.9  # of the limit
+TRIAL_WINDOWS = 16  # that thresholds are tried on
+MOST_LOGITS = 1 << 30  # bytes of the reference's predictions that are kept
+Advance = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured on, and how. Defaults live here only."""
+
+    data: str = "self"  # a file, a dataset, or "self": text that the model writes
+    tokens: int = 32768
+    length: int = 256  # tokens seen at once
+    batch_size: int = 8  # windows a pass
+    block: int = 512  # columns whose second moments are taken together
+    memory: int | str = Config.memory
+    device: str = "cpu"
+    seed: int = 0  # of the text that the model writes
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "length", "batch_size", "block"):
+            if getattr(self, name) < 1:
+                raise ApexError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if self.tokens < 2 * self.length:
+            raise ApexError(f"--tokens {self.tokens}: at least two windows of --length {self.length} are needed")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What the thresholds may cost: "kl" in nats a token, or "perplexity" as a relative rise."""
+
+    kind: str
+    value: float
+
+    def of(self, found: Comparison) -> float:
+        return found.kl.mean().item() if self.kind == "kl" else found.change
+
+    def __str__(self) -> str:
+        return f"KL <= {self.value:g}" if self.kind == "kl" else f"perplexity +{self.value:.2%}"
+
+
+class Recorder:
+    """Watches an exact pass: second moments of every expert's inputs, and how far its LOW twin's output is from its HIGH's.
+
+    What is measured is weighted by the gate, as the outputs themselves are.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, block: int) -> None:
+        self._store = ExpertStore(folder, manifest)
+        self._layouts = manifest.high, manifest.low
+        self._buffer = Pool(manifest.low, 1, torch.device("cpu")).memory[0]
+        self._manifest = manifest
+        layers, experts = len(manifest.layers), manifest.experts
+        self.moments = [
+            {m: torch.zeros(shape) for m, shape in self.shapes(manifest, block).items()} for _ in range(layers)
+        ]
+        self.tokens = np.zeros((layers, experts), np.int64)
+        self.errors = np.zeros((layers, experts, 2))  # squared: of the LOW twin, of leaving the expert out
+        self._sums = {name: np.zeros((layers, 1 + BINS)) for name in ("calls", "mass", "low_error", "skip_error")}
+        self._seen = 0  # tokens, counted at the first layer
+        self._step: tuple[Job, np.ndarray, np.ndarray] | None = None
+
+    @staticmethod
+    def shapes(manifest: Manifest, block: int) -> dict[str, tuple[int, ...]]:
+        """Of one layer's moments, `[E, K / B, B, B]`."""
+        columns = {matrix: manifest.low.shape.matrix(matrix)[1] for matrix in MATRICES}
+        sizes = {matrix: block_size(k, block) for matrix, k in columns.items()}
+        return {
+            matrix: (manifest.experts, k // sizes[matrix], sizes[matrix], sizes[matrix])
+            for matrix, k in columns.items()
+        }
+
+    def __call__(self, job: Job, use: Use, views: Views) -> None:
+        bins, mass = self._of_step(job)
+        layer, expert = job.layer, use.expert
+        choices = job.out.shape[1]
+        x = job.x[torch.from_numpy(use.tokens).to(job.x.device)].float()
+        gates = job.gates[torch.from_numpy(use.tokens * choices + use.choices).to(job.x.device)]
+        high, low = self._layouts
+        inner = job.activation.apply(matrix_linear(x, views, "up", high))
+        exact = matrix_linear(inner, views, "down", high)
+        other = expert_ffn(x, self._low_views(ExpertId(layer, expert), job.x.device), low, job.activation.apply)
+        if job.activation.finish:
+            exact, other = job.activation.finish(exact), job.activation.finish(other)
+        for matrix, inputs in (("up", x), ("down", inner)):
+            accumulate(self.moments[layer][matrix][expert], inputs.cpu(), gates.cpu())
+        squares = [(gates.square() * part.square().sum(1)).double().cpu().numpy() for part in (exact - other, exact)]
+        where = bins[use.tokens, use.choices]
+        for name, values in (
+            ("calls", np.ones(len(where))),
+            ("mass", mass[use.tokens, use.choices]),
+            ("low_error", squares[0]),
+            ("skip_error", squares[1]),
+        ):
+            np.add.at(self._sums[name][layer], where, values)
+        self.tokens[layer, expert] += len(where)
+        self.errors[layer, expert] += [values.sum() for values in squares]
+
+    def _of_step(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
+        """Bin of the score and share of the gate mass of each pair `[T, K]`: the same for all uses of a step."""
+        if self._step is None or self._step[0] is not job:
+            gates = job.gates.view(job.out.shape[:2]).cpu().numpy()
+            magnitude = np.abs(gates).astype(np.float64)
+            mass = magnitude / np.maximum(magnitude.sum(1, keepdims=True), np.finfo(np.float64).tiny)
+            self._step = job, bin_of(scores(gates)), mass
+            self._seen += len(gates) if job.layer == 0 else 0
+        return self._step[1:]
+
+    def _low_views(self, expert: ExpertId, device: torch.device) -> Views:
+        self._store.read(expert, Precision.LOW, self._buffer)
+        self._store.verify(expert, Precision.LOW, self._buffer)
+        return self._manifest.low.views(self._buffer.to(device))
+
+    def profile(self) -> Profile:
+        return Profile(**{name: sums / max(self._seen, 1) for name, sums in self._sums.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As `write_moments` wants them."""
+        found: dict[str, Tensor] = {}
+        for entry, moments, tokens in zip(self._manifest.layers, self.moments, self.tokens, strict=True):
+            found |= {f"{entry.number}.{matrix}": sums for matrix, sums in moments.items()}
+            found[f"{entry.number}.tokens"] = torch.from_numpy(tokens.copy())
+        return found
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Trials:
+    """Measures thresholds: `deterministic` predictions against the exact ones on the same windows."""
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor, batch: int) -> None:
+        self._model, self._engine, self._rows, self._batch = model, model.apex, rows, batch
+        self._truth = [window_logits(model, some).cpu() for some in rows.split(batch)]
+
+    def measure(self, thresholds: Thresholds, advance: Advance = lambda n: None) -> tuple[Comparison, dict[str, Any]]:
+        """The comparison, and the engine's ledger of it."""
+        self._engine.decide("deterministic", thresholds)
+        self._engine.reset_stats()
+        parts = []
+        for some, truth in zip(self._rows.split(self._batch), self._truth, strict=True):
+            parts.append(judge(some, truth, window_logits(self._model, some)))
+            advance(len(some))
+        return Comparison.joined(parts), self._engine.stats()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+def sample(model: PreTrainedModel, count: int, length: int, batch: int, seed: int, advance: Advance) -> Tensor:
+    """Token ids `[count, length]` that the model itself writes, at temperature 1, from nothing: text it finds likely."""
+    config = model.config.get_text_config()
+    start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
+    if isinstance(start, list):
+        start = start[0]
+    if start is None:
+        raise ApexError("the model has no token that begins a text: give one with --data")
+    set_seed(seed)
+    parts = []
+    for some in torch.arange(count).split(batch):
+        begin = torch.full((len(some), 1), start, device=model.device)
+        written = model.generate(
+            begin,
+            attention_mask=torch.ones_like(begin),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=length - 1,
+            max_new_tokens=length - 1,
+            pad_token_id=start,
+        )
+        parts.append(written.cpu())
+        advance(len(begin))
+    return torch.cat(parts)
+
+
+def record(model: PreTrainedModel, folder: Path, rows: Tensor, settings: Settings, advance: Advance) -> Recorder:
+    """An exact pass over the windows `rows` `[W, N]`."""
+    engine: Engine = model.apex
+    recorder = Recorder(folder, engine.manifest, settings.block)
+    engine.decide("exact")
+    engine.observe = recorder
+    try:
+        for some in rows.split(settings.batch_size):
+            with torch.no_grad():
+                model(input_ids=some.to(model.device), use_cache=False)
+            advance(len(some))
+    finally:
+        engine.observe = None
+        recorder.close()
+    return recorder
+
+
+def sensitivities(trials: Trials, profile: Profile, advance: Advance) -> np.ndarray:
+    """KL by damage of each layer, `[L]`: measured with all of a layer's experts LOW, and those of no other."""
+    layers = len(profile.calls)
+    result = np.zeros(layers)
+    for layer in range(layers):
+        t1 = tuple(-1.0 if i == layer else 1.0 for i in range(layers))
+        found, _ = trials.measure(Thresholds(t1, (1.0,) * layers, ""), advance)
+        result[layer] = max(found.kl.mean().item(), 0.0) / profile.low_error[layer].sum()
+    return result
+
+
+def search(
+    trials: Trials, profile: Profile, sensitivity: np.ndarray, manifest: Manifest, limit: Limit, advance: Advance
+) -> tuple[Thresholds, dict[str, Any], list[dict[str, Any]]]:
+    """The thresholds that save most within the limit, their point of the curve, and the whole curve, by rising KL."""
+    points: list[tuple[float, Thresholds, dict[str, Any]]] = []
+    correction = 1.0  # of the limit, to the KL that is estimated: layers do not quite add up
+
+    def attempt(goal: float) -> float:
+        """Thresholds estimated to reach `goal`, measured: the share of `goal` that came out."""
+        thresholds, _ = cheapest(profile, sensitivity, manifest.high.stride, manifest.low.stride, goal * correction)
+        found, stats = trials.measure(thresholds, advance)
+        reached = limit.of(found)
+        calls, mass = stats["share_of_calls"], stats["share_of_gate_mass"]
+        point = {
+            **found.summary(),
+            "share_low": calls["low"],
+            "share_skip": calls["skip"],
+            "gate_mass_low": mass["low"],
+            "gate_mass_skip": mass["skip"],
+            "t1": list(thresholds.t1),
+            "t2": list(thresholds.t2),
+        }
+        points.append((reached, thresholds, point))
+        return reached / goal
+
+    for _ in range(SEARCH_ROUNDS):
+        share = attempt(limit.value)
+        if CLOSE_ENOUGH <= share <= 1.0:
+            break
+        correction *= min(max((1 + CLOSE_ENOUGH) / 2 / max(share, 1e-3), 0.2), 5.0)
+    for times in CURVE:
+        if times != 1.0:
+            attempt(limit.value * times)
+    met = [entry for entry in points if entry[0] <= limit.value]
+    if not met:
+        raise ApexError(f"no thresholds meet {limit} with these twins: allow more, or make better LOW twins")
+    best = max(met, key=lambda entry: saved_share(entry[2], manifest))
+    curve = sorted((point for *_, point in points), key=lambda point: point["kl"])
+    return best[1], best[2], curve
+
+
+def saved_share(point: dict[str, Any], manifest: Manifest) -> float:
+    """Of the bytes of all HIGH twins, if nothing is resident."""
+    return point["share_low"] * (1 - manifest.low.stride / manifest.high.stride) + point["share_skip"]
+
+
+def calibrate(folder: Path, limit: Limit, settings: Settings) -> dict[str, Any]:
+    """Measure an apex checkpoint, and write both files beside it. Returns the content of the JSON file. Raises ApexError."""
+    manifest = Manifest.read(folder)
+    _check_memory(manifest, settings.block)
+    text = None if settings.data == "self" else read_text(settings.data)
+    # The thresholds of an earlier calibration, perhaps of other twins, have no part in this one.
+    options: dict[str, Any] = {"mode": "deterministic", "memory": settings.memory, "prefetch": 0, "t1": 0.5}
+    model = load(folder, device=parse_device(settings.device), **options)
+    engine: Engine = model.apex
+    rows, what = _windows(model, folder, text, settings)
+    with progress("recording", len(rows)) as advance:
+        recorder = record(model, folder, rows, settings, advance)
+    profile = recorder.profile()
+    write_moments(folder, manifest.fingerprint, recorder.tensors())
+    vocabulary = model.config.get_text_config().vocab_size
+    few = max(2, min(len(rows), TRIAL_WINDOWS, MOST_LOGITS // (4 * vocabulary * rows.shape[1])))
+    engine.decide("exact")
+    trials = Trials(model, rows[:: max(1, len(rows) // few)][:few], settings.batch_size)
+    with progress("trying LOW twins, layer by layer", len(manifest.layers) * len(trials)) as advance:
+        sensitivity = sensitivities(trials, profile, advance)
+    with progress("trying thresholds", (SEARCH_ROUNDS + len(CURVE) - 1) * len(trials)) as advance:
+        thresholds, point, curve = search(trials, profile, sensitivity, manifest, limit, advance)
+    engine.close()
+    low, whole = np.moveaxis(recorder.errors, 2, 0)
+    content = {
+        "version": CALIBRATION_VERSION,
+        "twins": twins_of(manifest),
+        "data": what,
+        "tokens": rows.numel(),
+        "limit": str(limit),
+        "thresholds": {"t1": thresholds.t1, "t2": thresholds.t2},
+        "measured": point,
+        "quantiles": quantiles(profile),
+        "curve": curve,
+        "layers": {
+            "sensitivity": sensitivity.tolist(),
+            "kl_all_low": (sensitivity * profile.low_error.sum(1)).tolist(),
+        },
+        "experts": {
+            "tokens": recorder.tokens.tolist(),
+            "low_error": np.sqrt(low / np.maximum(whole, np.finfo(np.float64).tiny)).round(4).tolist(),
+        },
+        "profile": {name: np.round(values, 9).tolist() for name, values in asdict(profile).items()},
+    }
+    with atomic_file(folder / CALIBRATION) as file:
+        file.write(json.dumps(content).encode())
+    return content
+
+
+def _windows(model: PreTrainedModel, folder: Path, text: str | None, settings: Settings) -> tuple[Tensor, str]:
+    """Token ids `[W, N]` of `text`, or of what the model writes; and what they are."""
+    count, length = settings.tokens // settings.length, settings.length
+    if text is None:
+        model.apex.decide("exact")
+        with progress("writing text", count) as advance:
+            rows = sample(model, count, length, 4 * settings.batch_size, settings.seed, advance)
+        return rows, f"text the model wrote itself, seed {settings.seed}"
+    tokenizer = read_tokenizer(folder)
+    count = min(count, len(token_ids(tokenizer, text)) // length)
+    if count < 2:
+        raise ApexError(
+            f"{settings.data} has fewer than two windows of {length} tokens: lower --length, or take another"
+        )
+    digest = sha256(text.encode()).hexdigest()[:12]
+    return windows(tokenizer, text, count, length), f"{settings.data} (sha256 {digest})"
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Advance]:
+    columns = [
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    ]
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda n: bar.advance(task, n)
+
+
+def show(content: dict[str, Any], manifest: Manifest) -> None:
+    """The thresholds and the trade-off on stderr."""
+    table = Table(title=f"thresholds for {content['limit']}, by layer", title_justify="left")
+    for column in ("MoE layer", "T1", "T2", "KL if all its experts are LOW", "worst expert's LOW output error"):
+        table.add_column(column, justify="right")
+    for i, (t1, t2) in enumerate(zip(*content["thresholds"].values(), strict=True)):
+        worst = max(content["experts"]["low_error"][i])
+        shown = "all LOW" if t1 < 0 else f"{t1:.2f}"
+        table.add_row(
+            str(manifest.layers[i].number),
+            shown,
+            f"{t2:.2f}",
+            f"{content['layers']['kl_all_low'][i]:.4f}",
+            f"{worst:.2f}",
+        )
+    console.print(table)
+    table = Table(title="trade-off, measured", title_justify="left")
+    for column in ("KL", "perplexity", "calls LOW", "skipped", "gate mass LOW"):
+        table.add_column(column, justify="right")
+    for point in content["curve"]:
+        chosen = point == content["measured"]
+        table.add_row(
+            f"{point['kl']:.4f}",
+            f"{point['change']:+.2%}",
+            f"{point['share_low']:.1%}",
+            f"{point['share_skip']:.1%}",
+            f"{point['gate_mass_low']:.1%}",
+            style="bold" if chosen else None,
+        )
+    console.print(table)
+    short = sum(tokens < 32 for row in content["experts"]["tokens"] for tokens in row)
+    if short:
+        say(f"note: {short} experts were chosen by fewer than 32 tokens: more --tokens tell more of them")
+
+
+def plot(content: dict[str, Any], path: Path) -> None:
+    """The trade-off curve."""
+    from matplotlib.figure import Figure  # a heavy import that nothing else needs
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    kl = [point["kl"] for point in content["curve"]]
+    for name, label in (
+        ("share_low", "calls LOW"),
+        ("gate_mass_low", "gate mass LOW"),
+        ("share_skip", "calls skipped"),
+    ):
+        axes.plot(kl, [100 * point[name] for point in content["curve"]], marker="o", label=label)
+    axes.axvline(content["measured"]["kl"], color="grey", linestyle=":", label=f"chosen for {content['limit']}")
+    axes.set(xlabel="KL(all HIGH || engine), nats a token", ylabel="share, %", xscale="log", ylim=(0, 100))
+    axes.legend()
+    figure.savefig(path)
+
+
+def parser() -> argparse.ArgumentParser:
+    default = Settings()
+    p = argparse.ArgumentParser(
+        prog="python -m apex_engine.calibrate",
+        description="Measure what the LOW twins of an apex checkpoint cost, and choose the thresholds of each layer for a limit. "
+        f"Writes {CALIBRATION}, which every later run of the checkpoint uses, and {MOMENTS}, from which `python -m "
+        "apex_engine.quantize --importance` makes better LOW twins.",
+    )
+    p.add_argument("model", type=Path, help="an apex checkpoint")
+    p.add_argument(
+        "--data",
+        default=default.data,
+        help="a text file, a dataset (owner/name:config:split), or self: text the model writes itself, which needs neither; "
+        "default: %(default)s",
+    )
+    limit = p.add_mutually_exclusive_group()
+    limit.add_argument(
+        "--max-kl", type=float, metavar="NATS", help="limit of the mean KL divergence a token; default: 0.02"
+    )
+    limit.add_argument("--max-drop", metavar="SHARE", help="instead: how much the perplexity may rise, such as 0.5%%")
+    p.add_argument("--tokens", type=int, default=default.tokens, help="of text; default: %(default)s")
+    p.add_argument("--length", type=int, default=default.length, help="tokens seen at once; default: %(default)s")
+    p.add_argument("--batch-size", type=int, default=default.batch_size, help="windows a pass; default: %(default)s")
+    p.add_argument(
+        "--block",
+        type=int,
+        default=default.block,
+        help="columns whose second moments are taken together, for --low-method gptq; 1 takes little memory; "
+        "default: %(default)s",
+    )
+    p.add_argument("--memory", default=default.memory, help="for resident experts; default: %(default)s")
+    p.add_argument("--device", default=default.device, help="cpu, cuda, cuda:1; default: %(default)s")
+    p.add_argument("--seed", type=int, default=default.seed, help="of the text the model writes; default: %(default)s")
+    p.add_argument("--plot", type=Path, metavar="FILE", help="draw the trade-off there (.svg, .png)")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    limit = _limit(args)
+    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    content = calibrate(args.model, limit, settings)
+    show(content, Manifest.read(args.model))
+    if args.plot:
+        plot(content, args.plot)
+    point = content["measured"]
+    say(f"written to {args.model / CALIBRATION}: every later run of this checkpoint uses these thresholds")
+    print(
+        f"{limit}: measured KL {point['kl']:.4f}, perplexity {point['change']:+.2%}, "
+        f"{point['share_low']:.0%} of calls LOW, {point['share_skip']:.1%} skipped"
+    )
+
+
+def _limit(args: argparse.Namespace) -> Limit:
+    if args.max_drop is None:
+        value = 0.02 if args.max_kl is None else args.max_kl
+        kind = "kl"
+    else:
+        kind, text = "perplexity", args.max_drop.strip()
+        try:
+            value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            raise ApexError(f"--max-drop {args.max_drop} is not understood: give a share such as 0.5%") from None
+    if not 0 < value < 10:
+        raise ApexError(f"the limit must be above 0, not {value:g}")
+    return Limit(kind, value)
+
+
+def _check_memory(manifest: Manifest, block: int) -> None:
+    numbers = sum(int(np.prod(shape)) for shape in Recorder.shapes(manifest, block).values())
+    needed, free = 4 * numbers * len(manifest.layers), free_memory(torch.device("cpu"))
+    if needed > 0.8 * free:
+        raise ApexError(
+            f"the second moments in blocks of {block} take {human(needed)}, and {human(free)} are free: a smaller --block takes "
+            "less (1: what --low-method clip needs)"
+        )
+
+
+if __name__ == "__main__":
+    run(main)

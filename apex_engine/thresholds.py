@@ -1,0 +1,173 @@
+"""T1 and T2 of each layer: given, by default, or from the calibration beside a checkpoint.
+
+What a LOW twin does to a token's logits depends on the layer far more than on the gate score. For a limit on the KL divergence,
+the thresholds are chosen so that it is spent where it saves most bytes:
+
+    minimise  sum over layers l of  KL_l - price * saved_l        KL_l = sensitivity_l * damage_l(T1_l, T2_l)
+
+damage_l is the squared error of the layer's output, from errors of the twins recorded by score (`Profile`); sensitivity_l is
+measured, once a layer; saved_l are the bytes that need not come. The price is what the limit makes it.
+
+Letters: L MoE layers, S bins of the score; the first bin holds each token's first expert, whose score is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from apex_engine.config import Config
+from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.vocabulary import ApexError
+
+CALIBRATION = "calibration.json"  # beside the checkpoint
+CALIBRATION_VERSION = 1
+BINS = 100  # of the score in (0, 1]; bin b >= 1 holds ((b - 1) / BINS, b / BINS]
+QUANTILES = (0.67, 0.97)  # MoE-APEX's shares: HIGH, HIGH or LOW
+# Without a calibration: t1, t2, first_t1. "quantile" stands for MoE-APEX's, which are Mixtral's.
+DEFAULTS = {"calibrated": (0.5, 0.95, 0.75), "quantile": (0.6, 0.9, 0.6)}
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """T1 and T2 of each MoE layer, and where they come from."""
+
+    t1: tuple[float, ...]
+    t2: tuple[float, ...]
+    origin: str
+
+    @classmethod
+    def uniform(cls, layers: int, t1: float, t2: float, first_t1: float, origin: str) -> Thresholds:
+        """The same everywhere, but for a first layer that is spared (unless `t1` is negative, which asks for LOW throughout)."""
+        first = max(t1, first_t1) if t1 >= 0 else t1
+        rest = layers - 1
+        return cls((first, *[t1] * rest), (max(t2, first), *[t2] * rest), origin)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was chosen in an exact pass, per token, by layer and bin of the score: float64 `[L, 1 + BINS]` each."""
+
+    calls: NDArray[np.float64]  # selections
+    mass: NDArray[np.float64]  # their share of the gate mass of the token
+    low_error: NDArray[np.float64]  # g^2 |y_high - y_low|^2
+    skip_error: NDArray[np.float64]  # g^2 |y_high|^2
+
+    def damage(self, thresholds: Thresholds) -> NDArray[np.float64]:
+        """Squared error of each layer's output, `[L]`, if errors of different experts do not add up or cancel."""
+        low, skip = (bins_above(t) for t in (thresholds.t1, thresholds.t2))
+        return (self.low_error * (low & ~skip) + self.skip_error * skip).sum(1)
+
+    def shares(self, thresholds: Thresholds) -> dict[str, float]:
+        """Shares of calls and of gate mass at LOW and skipped."""
+        low, skip = (bins_above(t) for t in (thresholds.t1, thresholds.t2))
+        low = low & ~skip
+        return {
+            "low": float((self.calls * low).sum() / self.calls.sum()),
+            "skip": float((self.calls * skip).sum() / self.calls.sum()),
+            "mass_low": float((self.mass * low).sum() / self.mass.sum()),
+            "mass_skip": float((self.mass * skip).sum() / self.mass.sum()),
+        }
+
+
+def bin_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Bin of each score."""
+    return np.minimum(np.ceil(scores * BINS), BINS).astype(np.int64)
+
+
+def bins_above(thresholds: tuple[float, ...]) -> NDArray[np.bool_]:
+    """`[L, 1 + BINS]`: which bins lie above each layer's threshold, which is a multiple of 1 / BINS, or negative."""
+    return np.arange(1 + BINS) > np.round(np.array(thresholds) * BINS)[:, None]
+
+
+def quantiles(profile: Profile) -> tuple[float, float]:
+    """T1 and T2 that leave the shares QUANTILES of all selections at or below them, rounded to the bins."""
+    shares = profile.calls.sum(0).cumsum() / profile.calls.sum()
+    t1, t2 = (int(np.argmin(np.abs(shares - quantile))) / BINS for quantile in QUANTILES)
+    return t1, t2
+
+
+def cheapest(
+    profile: Profile, sensitivity: NDArray[np.float64], high_bytes: int, low_bytes: int, limit: float
+) -> tuple[Thresholds, float]:
+    """The thresholds that save most bytes at an estimated KL of at most `limit`, and that estimate.
+
+    `sensitivity` `[L]`: KL by damage. T1 = -1 makes even a token's first expert LOW; it is never skipped.
+    """
+    low, skip, calls = (_tails(part) for part in (profile.low_error, profile.skip_error, profile.calls))
+    # T1 is one of -1, 0, .01, .., 1 and T2 one of 0, .01, .., 1: KL and bytes saved of each pair, [L, S + 1, S].
+    kl = sensitivity[:, None, None] * (low[:, :, None] - low[:, None, 1:] + skip[:, None, 1:])
+    saved = (high_bytes - low_bytes) * calls[:, :, None] + low_bytes * calls[:, None, 1:]
+    layers, pairs = len(kl), kl.shape[1:]
+    usable = np.arange(pairs[0])[:, None] <= 1 + np.arange(pairs[1])  # T1 <= T2
+    kl, saved = (np.where(usable, part, bad).reshape(layers, -1) for part, bad in ((kl, np.inf), (saved, -1.0)))
+    every = np.arange(layers)
+
+    # The KL rises with the price of a byte.
+    least, most = -60.0, 20.0
+    for _ in range(60):
+        middle = (least + most) / 2
+        fits = kl[every, (kl - math.exp(middle) * saved).argmin(1)].sum() <= limit
+        least, most = (middle, most) if fits else (least, middle)
+    chosen = (kl - math.exp(least) * saved).argmin(1)
+    t1, t2 = np.unravel_index(chosen, pairs)
+    found = Thresholds(tuple(np.where(t1 == 0, -1.0, (t1 - 1) / BINS).tolist()), tuple((t2 / BINS).tolist()), "")
+    return found, float(kl[every, chosen].sum())
+
+
+def _tails(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """`[L, S]` -> `[L, S + 1]`: sums of the bins from each one on."""
+    return np.pad(values[:, ::-1].cumsum(1)[:, ::-1], ((0, 0), (0, 1)))
+
+
+def resolve(config: Config, folder: Path, manifest: Manifest) -> Thresholds:
+    """Those of `config` where it names any, else the calibration's, else the defaults. Raises ApexError for a calibration of
+    other twins."""
+    layers = len(manifest.layers)
+    t1, t2, first_t1 = DEFAULTS[config.thresholds]
+    given = [config.t1, config.t2, config.first_t1]
+    if given != [None, None, None]:
+        t1, t2, first_t1 = (new if new is not None else old for new, old in zip(given, (t1, t2, first_t1), strict=True))
+        if not t1 <= t2:
+            raise ApexError(f"thresholds must satisfy t1 <= t2, not t1 {t1}, t2 {t2}: give both")
+        return Thresholds.uniform(layers, t1, t2, first_t1, "given")
+    content = read_calibration(folder, manifest)
+    if content is None:
+        return Thresholds.uniform(layers, t1, t2, first_t1, "default, not calibrated")
+    if config.thresholds == "quantile":
+        t1, t2 = content["quantiles"]
+        return Thresholds.uniform(layers, t1, t2, t1, "quantiles of the scores")
+    found = content["thresholds"]
+    return Thresholds(tuple(found["t1"]), tuple(found["t2"]), f"calibrated for {content['limit']}")
+
+
+def read_calibration(folder: Path, manifest: Manifest) -> dict[str, Any] | None:
+    """What `python -m apex_engine.calibrate` wrote beside a checkpoint. Raises ApexError where that is damaged, or was measured
+    on other twins."""
+    path = folder / CALIBRATION
+    if not path.is_file():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+        if content["version"] != CALIBRATION_VERSION or content["twins"] != twins_of(manifest):
+            raise ApexError(f"{path} belongs to other twins: calibrate again, or delete it")
+        t1, t2 = content["thresholds"]["t1"], content["thresholds"]["t2"]
+        numbers = [*t1, *t2, *content["quantiles"]]
+        if not (len(t1) == len(t2) == len(manifest.layers) and all(isinstance(n, (int, float)) for n in numbers)):
+            raise ValueError("thresholds")
+        if not isinstance(content["limit"], str):
+            raise ValueError("limit")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ApexError(f"{path} is damaged ({error!r}): calibrate again, or delete it") from None
+    return content
+
+
+def twins_of(manifest: Manifest) -> dict[str, Any]:
+    """What tells the twins of a checkpoint from others."""
+    return {"fingerprint": manifest.fingerprint, "options": manifest.options}
