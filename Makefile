@@ -1,6 +1,7 @@
 # make demo            create .venv, quantize the bundled model, generate text with it
 # make test            create .venv, pass the tests
 # make quantize MODEL=mixtral [OUT=folder] [ARGS="--high int8 --low-down 3"]
+# make eval MODEL=checkpoints/tiny-apex [TASKS=apex_demo] [ARGS="--limit 50"]    accuracy of the engine beside its reference
 # make gpu-check       on a machine with a CUDA device: kernels, their speed and the demo there, into docs/gpu-check.json
 # make lint            ruff and mypy
 #
@@ -14,7 +15,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: demo test quantize lint docs gpu-check clean
+.PHONY: demo test quantize eval lint docs gpu-check clean
 
 demo: $(READY)
 	$(BIN)/python -m apex_engine.generate
@@ -24,6 +25,9 @@ test: $(READY)
 
 quantize: $(READY)
 	$(BIN)/python -m apex_engine.quantize '$(MODEL)' $(if $(OUT),-o '$(OUT)') $(ARGS)
+
+eval: $(READY)
+	$(BIN)/python -m apex_engine.eval '$(MODEL)' $(if $(TASKS),--tasks '$(TASKS)') $(if $(OUT),-o '$(OUT)') $(ARGS)
 
 # mypy knows nothing of the mapping of the folders into one package: give it a tree of links that looks installed.
 lint: $(READY)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from apex_engine.command import say
+from apex_engine.command import first_line, say
 from apex_engine.config import MODES, SYSTEMS, THRESHOLDS, Config
 from apex_engine.kernels.pick import KERNELS
 from apex_engine.plan import automatic_memory
@@ -46,13 +46,21 @@ ENGINE_OPTIONS = (
 )
 
 
-def add_engine_options(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """The options of `Config`, and --device and --dtype; what is not given is None. Returns their group."""
+def add_engine_options(
+    p: argparse.ArgumentParser,
+    mode: str = Config.mode,
+    prefetch: int | str = Config.prefetch,
+    dtype: str = "the model's",
+) -> argparse._ArgumentGroup:
+    """The options of `Config`, and --device and --dtype; what is not given is None. Returns their group.
+
+    `mode`, `prefetch`, `dtype`: what the help calls their defaults, where a command has its own.
+    """
     default = Config()
     engine = p.add_argument_group("engine")
     add = engine.add_argument
     add("--system", choices=SYSTEMS, help="a preset for the options below; default: default")
-    add("--mode", choices=MODES, help=f"default: {default.mode}")
+    add("--mode", choices=MODES, help=f"default: {mode}")
     add(
         "--memory",
         help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; '
@@ -94,7 +102,7 @@ def add_engine_options(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         choices=("stream", "evict"),
         help=f"what a prompt may do to the resident experts; default: {default.admission}",
     )
-    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {default.prefetch}")
+    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {prefetch}")
     add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
     add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
     p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))
@@ -103,7 +111,7 @@ def add_engine_options(p: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="of the computation; default: the model's",
+        help=f"of the computation; default: {dtype}",
     )
     return engine
 
@@ -138,7 +146,7 @@ def open_checkpoint(name: str | None) -> tuple[Path, Manifest]:
         advice = (
             f"make it with `python -m apex_engine.quantize {folder}`, then give checkpoints/{folder}-apex"
             if known
-            else "the first argument is the folder of an apex checkpoint, the second the prompt"
+            else "the first argument is the folder of an apex checkpoint"
         )
         raise ApexError(f"{folder} is no directory: {advice}")
     if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file() and not (folder / JOURNAL).is_file():
@@ -155,7 +163,7 @@ def read_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the libraries behind it raise whatever they like
         raise ApexError(
-            f"{folder} has no tokenizer transformers can read ({str(error).splitlines()[0]}): "
+            f"{folder} has no tokenizer transformers can read ({first_line(error)}): "
             "copy the source's tokenizer files there"
         ) from None
 

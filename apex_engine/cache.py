@@ -14,6 +14,7 @@ Two things keep what decoding needs where it is:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
 import numpy as np
@@ -139,9 +140,10 @@ class ExpertCache:
         del pool.slot_of[victim]
         self._spoil(pool.memory[slot])
 
-    def evict_all(self) -> None:
+    def evict_all(self, precisions: Iterable[Precision]) -> None:
         """Free every slot that is resident and not pinned."""
-        for precision, pool in self.pools.items():
+        for precision in self.pools.keys() & set(precisions):
+            pool = self.pools[precision]
             for slot in np.flatnonzero(pool.evictable).tolist():
                 pool.state[slot] = State.FILLING
                 self.abort(precision, slot)

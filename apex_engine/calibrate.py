@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
+import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +29,12 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
-from transformers import PreTrainedModel, set_seed
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
-from apex_engine.arguments import read_tokenizer
+from apex_engine.arguments import open_checkpoint, read_tokenizer
 from apex_engine.cache import Pool
-from apex_engine.command import console, human, parse_device, run, say
-from apex_engine.config import Config
+from apex_engine.command import console, human, parse_device, quieten, run, say
+from apex_engine.config import Config, parse_memory
 from apex_engine.dispatch import Use
 from apex_engine.engine import Engine, Job
 from apex_engine.eval.perplexity import Comparison, judge, window_logits
@@ -40,7 +44,7 @@ from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.reference import Views, expert_ffn, matrix_linear
 from apex_engine.plan import free_memory
 from apex_engine.quantize.checkpoint import Manifest, atomic_file
-from apex_engine.quantize.moments import MOMENTS, accumulate, block_size, write_moments
+from apex_engine.quantize.moments import LEAST_TOKENS, MOMENTS, accumulate, block_size, write_moments
 from apex_engine.scorer import scores
 from apex_engine.store import ExpertStore
 from apex_engine.thresholds import (
@@ -81,6 +85,8 @@ class Settings:
         for name in ("tokens", "length", "batch_size", "block"):
             if getattr(self, name) < 1:
                 raise ApexError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if self.length < 2:
+            raise ApexError(f"--length {self.length}: at least 2")
         if self.tokens < 2 * self.length:
             raise ApexError(f"--tokens {self.tokens}: at least two windows of --length {self.length} are needed")
 
@@ -124,7 +130,7 @@ class Recorder:
     def shapes(manifest: Manifest, block: int) -> dict[str, tuple[int, ...]]:
         """Of one layer's moments, `[E, K / B, B, B]`."""
         columns = {matrix: manifest.low.shape.matrix(matrix)[1] for matrix in MATRICES}
-        sizes = {matrix: block_size(k, block) for matrix, k in columns.items()}
+        sizes = {m: block_size(k, block, manifest.low.format(m).group) for m, k in columns.items()}
         return {
             matrix: (manifest.experts, k // sizes[matrix], sizes[matrix], sizes[matrix])
             for matrix, k in columns.items()
@@ -207,32 +213,37 @@ class Trials:
         return len(self._rows)
 
 
-def sample(model: PreTrainedModel, count: int, length: int, batch: int, seed: int, advance: Advance) -> Tensor:
-    """Token ids `[count, length]` that the model itself writes, at temperature 1, from nothing: text it finds likely."""
+def sample(model: PreTrainedModel, count: int, length: int, seed: int, advance: Advance) -> Tensor:
+    """Token ids `[count, length]` that the model itself writes, at temperature 1, from nothing: text it finds likely.
+
+    All at once, since each step needs nearly all experts, however few the texts. `advance` is told of each step.
+    """
     config = model.config.get_text_config()
     start = config.bos_token_id if config.bos_token_id is not None else config.eos_token_id
-    if isinstance(start, list):
-        start = start[0]
+    start = start[0] if isinstance(start, list) else start
     if start is None:
         raise ApexError("the model has no token that begins a text: give one with --data")
+
+    class Told(StoppingCriteria):
+        def __call__(self, ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            advance(1)
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     set_seed(seed)
-    parts = []
-    for some in torch.arange(count).split(batch):
-        begin = torch.full((len(some), 1), start, device=model.device)
-        written = model.generate(
-            begin,
-            attention_mask=torch.ones_like(begin),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            min_new_tokens=length - 1,
-            max_new_tokens=length - 1,
-            pad_token_id=start,
-        )
-        parts.append(written.cpu())
-        advance(len(begin))
-    return torch.cat(parts)
+    begin = torch.full((count, 1), start, device=model.device)
+    written: Tensor = model.generate(
+        begin,
+        attention_mask=torch.ones_like(begin),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_new_tokens=length - 1,
+        max_new_tokens=length - 1,
+        pad_token_id=start,
+        stopping_criteria=[Told()],
+    )
+    return written.cpu()
 
 
 def record(model: PreTrainedModel, folder: Path, rows: Tensor, settings: Settings, advance: Advance) -> Recorder:
@@ -312,7 +323,7 @@ def saved_share(point: dict[str, Any], manifest: Manifest) -> float:
 def calibrate(folder: Path, limit: Limit, settings: Settings) -> dict[str, Any]:
     """Measure an apex checkpoint, and write both files beside it. Returns the content of the JSON file. Raises ApexError."""
     manifest = Manifest.read(folder)
-    _check_memory(manifest, settings.block)
+    _check_room(folder, manifest, settings)
     text = None if settings.data == "self" else read_text(settings.data)
     # The thresholds of an earlier calibration, perhaps of other twins, have no part in this one.
     options: dict[str, Any] = {"mode": "deterministic", "memory": settings.memory, "prefetch": 0, "t1": 0.5}
@@ -363,8 +374,8 @@ def _windows(model: PreTrainedModel, folder: Path, text: str | None, settings: S
     count, length = settings.tokens // settings.length, settings.length
     if text is None:
         model.apex.decide("exact")
-        with progress("writing text", count) as advance:
-            rows = sample(model, count, length, 4 * settings.batch_size, settings.seed, advance)
+        with progress("writing text", length - 1) as advance:
+            rows = sample(model, count, length, settings.seed, advance)
         return rows, f"text the model wrote itself, seed {settings.seed}"
     tokenizer = read_tokenizer(folder)
     count = min(count, len(token_ids(tokenizer, text)) // length)
@@ -421,9 +432,9 @@ def show(content: dict[str, Any], manifest: Manifest) -> None:
             style="bold" if chosen else None,
         )
     console.print(table)
-    short = sum(tokens < 32 for row in content["experts"]["tokens"] for tokens in row)
+    short = sum(tokens < LEAST_TOKENS for row in content["experts"]["tokens"] for tokens in row)
     if short:
-        say(f"note: {short} experts were chosen by fewer than 32 tokens: more --tokens tell more of them")
+        say(f"note: {short} experts were chosen by fewer than {LEAST_TOKENS} tokens: more --tokens tell more of them")
 
 
 def plot(content: dict[str, Any], path: Path) -> None:
@@ -453,12 +464,12 @@ def parser() -> argparse.ArgumentParser:
         f"Writes {CALIBRATION}, which every later run of the checkpoint uses, and {MOMENTS}, from which `python -m "
         "apex_engine.quantize --importance` makes better LOW twins.",
     )
-    p.add_argument("model", type=Path, help="an apex checkpoint")
+    p.add_argument("model", help="an apex checkpoint; `tiny`: the bundled model")
     p.add_argument(
         "--data",
         default=default.data,
-        help="a text file, a dataset (owner/name:config:split), or self: text the model writes itself, which needs neither; "
-        "default: %(default)s",
+        help="a text file, a dataset (owner/name:config:split), or self: text the model writes itself, which needs neither, but "
+        "as many steps as --length, each with nearly all experts; default: %(default)s",
     )
     limit = p.add_mutually_exclusive_group()
     limit.add_argument(
@@ -486,14 +497,18 @@ def main() -> None:
     args = parser().parse_args()
     limit = _limit(args)
     settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    content = calibrate(args.model, limit, settings)
-    show(content, Manifest.read(args.model))
+    if args.plot and (find_spec("matplotlib") is None or args.plot.suffix not in (".svg", ".png", ".pdf")):
+        raise ApexError(
+            f"--plot {args.plot}: needs matplotlib (pip install 'apex-engine[eval]') and .svg, .png or .pdf"
+        )
+    quieten()
+    folder, manifest = open_checkpoint(args.model)
+    content = calibrate(folder, limit, settings)
+    show(content, manifest)
     if args.plot:
         plot(content, args.plot)
     point = content["measured"]
-    say(f"written to {args.model / CALIBRATION}: every later run of this checkpoint uses these thresholds")
+    say(f"written to {folder / CALIBRATION}: every later run of this checkpoint uses these thresholds")
     print(
         f"{limit}: measured KL {point['kl']:.4f}, perplexity {point['change']:+.2%}, "
         f"{point['share_low']:.0%} of calls LOW, {point['share_skip']:.1%} skipped"
@@ -505,23 +520,33 @@ def _limit(args: argparse.Namespace) -> Limit:
         value = 0.02 if args.max_kl is None else args.max_kl
         kind = "kl"
     else:
-        kind, text = "perplexity", args.max_drop.strip()
-        try:
-            value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            raise ApexError(f"--max-drop {args.max_drop} is not understood: give a share such as 0.5%") from None
-    if not 0 < value < 10:
-        raise ApexError(f"the limit must be above 0, not {value:g}")
+        kind = "perplexity"
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%\s*", args.max_drop)
+        if not match:
+            raise ApexError(f"--max-drop {args.max_drop} is not understood: give a percentage such as 0.5%")
+        value = float(match[1]) / 100
+    if not 0 < value <= 10:
+        raise ApexError(f"the limit must be above 0 and at most 10, not {value:g}")
     return Limit(kind, value)
 
 
-def _check_memory(manifest: Manifest, block: int) -> None:
-    numbers = sum(int(np.prod(shape)) for shape in Recorder.shapes(manifest, block).values())
+def _check_room(folder: Path, manifest: Manifest, settings: Settings) -> None:
+    """Before hours of work: whether the second moments fit in memory beside the model, and on the disk."""
+    numbers = sum(math.prod(shape) for shape in Recorder.shapes(manifest, settings.block).values())
     needed, free = 4 * numbers * len(manifest.layers), free_memory(torch.device("cpu"))
-    if needed > 0.8 * free:
+    held = manifest.dense_bytes
+    held += parse_memory(settings.memory, manifest.experts * len(manifest.layers) * manifest.high.stride)
+    if needed + held > 0.9 * free:
         raise ApexError(
-            f"the second moments in blocks of {block} take {human(needed)}, and {human(free)} are free: a smaller --block takes "
-            "less (1: what --low-method clip needs)"
+            f"the second moments in blocks of {settings.block} take {human(needed)} and the model {human(held)}, and "
+            f"{human(free)} of memory are free: a smaller --block takes less (1: what --low-method clip needs)"
+        )
+    if not os.access(folder, os.W_OK):
+        raise ApexError(f"{folder} cannot be written to, and the calibration belongs there")
+    room = shutil.disk_usage(folder).free
+    if needed + (1 << 20) > room:
+        raise ApexError(
+            f"{folder} needs {human(needed)} more for the second moments, and its disk has {human(room)} free"
         )
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 from rich.console import Console
+from transformers.utils import logging as transformers_logging
 
 from apex_engine.vocabulary import ApexError
 
@@ -54,6 +55,17 @@ def parse_device(name: str) -> torch.device:
             "install a CUDA build of torch"
         )
     return device
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def quieten() -> None:
+    """No bars and no advice from transformers: what is shown is this project's."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 def human(nbytes: float) -> str:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -116,7 +116,7 @@ class Engine:
                 self._loader.ledger = self.ledger
 
     def decide(self, mode: str, thresholds: Thresholds | None = None) -> None:
-        """From the next pass on, serve by another mode, and by other thresholds if any are given. What is resident stays, and
+        """Serve by another mode, and by other thresholds if any are given: call it between passes. What is resident stays, and
         so do the kernels, which were chosen for the mode that was loaded. Raises ApexError where that was `exact`, which
         has no slots for LOW twins."""
         if mode != "exact" and not self.plan.slots[Precision.LOW]:
@@ -126,12 +126,13 @@ class Engine:
             self.thresholds = thresholds or self.thresholds
 
     def evict_all(self) -> None:
-        """Forget every resident expert, as if the model had just been loaded."""
+        """Forget every resident expert but the LOW twins that `low_share` "floor" holds; what is known of times and of the
+        predictor stays. Call it between passes."""
         with self._lock:
             if self._cache and self._loader:
                 with self._loader.lock:
                     self._loader.drop_all()
-                    self._cache.evict_all()
+                    self._cache.evict_all(TWINS[:1] if self.config.low_share == "floor" else TWINS)
 
     def close(self) -> None:
         """Stop loading, close the expert files and free the slots. A model that is called afterwards raises ApexError."""
@@ -175,8 +176,19 @@ class Engine:
                 self._trial.end(seconds)
 
     @torch.no_grad()
-    def step(self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    def step(
+        self,
+        layer: int,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        activation: Activation,
+        sizes: Sequence[int] | None = None,
+    ) -> Tensor:
         """Routed experts of one layer: `x` `[T, H]`, router's `chosen` and `weights` `[T, K]` -> `[T, H]` in the dtype of `x`.
+
+        With `sizes`, which sum to T, the tokens are those of so many requests one after the other: loads are shared, and each
+        request is computed in the products it would be computed in alone, so that its bits do not depend on the others.
 
         The gate weights are applied and summed in float32, in the router's order whatever was resident. Raises ApexError where
         an expert cannot be read.
@@ -188,7 +200,7 @@ class Engine:
             gates, ids = weights.cpu().numpy(), chosen.cpu().numpy()
             wishes = self._wishes(layer, gates)
             out = torch.zeros(*ids.shape, x.shape[1], dtype=torch.float32, device=x.device)  # [T, K, H]
-            job = Job(layer, x, weights.flatten(), activation, out)
+            job = Job(layer, x, weights.flatten(), activation, out, tuple(sizes or (len(x),)))
             ready: dict[Precision, list[tuple[Use, int]]] = {}
             coming: dict[Load, Use] = {}
             with loader.lock:
@@ -213,7 +225,7 @@ class Engine:
                 if coming or ready:  # it failed
                     loader.forget(coming)
                     loader.release([(p, slot) for p, served in ready.items() for _, slot in served])
-            return out.sum(1).to(x.dtype)
+            return torch.cat([part.sum(1) for part in out.split(job.sizes)]).to(x.dtype)
 
     def _serve(
         self, job: Job, ready: dict[Precision, list[tuple[Use, int]]], coming: dict[Load, Use], loader: Loader
@@ -316,6 +328,11 @@ class Engine:
 
     def _compute(self, job: Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         start = time.perf_counter()
+        for one, some in _by_request(job, served) if len(job.sizes) > 1 else ((job, served),):
+            self._compute_request(one, precision, some)
+        self.ledger.compute_seconds += time.perf_counter() - start
+
+    def _compute_request(self, job: Job, precision: Precision, served: list[tuple[Use, int]]) -> None:
         choices = job.out.shape[1]
         slots = [slot for _, slot in served]
         if len(job.out) == 1:
@@ -328,7 +345,6 @@ class Engine:
             routed = Routed(first, tokens, rows)
         out = job.out.view(-1, job.out.shape[2])
         self._kernels[precision](job.x, slots, routed, job.gates, job.activation, out)
-        self.ledger.compute_seconds += time.perf_counter() - start
         if self.observe and self._cache:
             pool = self._cache.pools[precision]
             for use, slot in served:
@@ -439,13 +455,31 @@ class _Trial:
 
 
 class Job(NamedTuple):
-    """One layer step: `x` `[T, H]`, `gates` float32 `[T K]`, `out` float32 `[T, K, H]`."""
+    """One layer step: `x` `[T, H]`, `gates` float32 `[T K]`, `out` float32 `[T, K, H]`; `sizes` of its requests in tokens."""
 
     layer: int
     x: Tensor
     gates: Tensor
     activation: Activation
     out: Tensor
+    sizes: tuple[int, ...]
+
+
+def _by_request(job: Job, served: list[tuple[Use, int]]) -> Iterator[tuple[Job, list[tuple[Use, int]]]]:
+    """Each request of the step that some of `served` serve, as a step of its own, and what serves it."""
+    choices, first = job.out.shape[1], 0
+    for size in job.sizes:
+        stop = first + size
+        some = []
+        for use, slot in served:
+            inside = (use.tokens >= first) & (use.tokens < stop)
+            if inside.any():
+                own = use._replace(tokens=use.tokens[inside] - first, choices=use.choices[inside])
+                some.append((own, slot))
+        if some:
+            gates = job.gates[first * choices : stop * choices]
+            yield Job(job.layer, job.x[first:stop], gates, job.activation, job.out[first:stop], (size,)), some
+        first = stop
 
 
 def _most_tokens(use: Use) -> int:

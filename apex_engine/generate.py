@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from rich.table import Table
 from transformers import PreTrainedModel, TextStreamer, set_seed
-from transformers.utils import logging as transformers_logging
 
 from apex_engine.arguments import add_engine_options, engine_config, open_checkpoint, read_tokenizer
-from apex_engine.command import console, human, parse_device, run, say
+from apex_engine.command import console, first_line, human, parse_device, quieten, run, say
 from apex_engine.config import Config
 from apex_engine.hook import load, read_config
 from apex_engine.plan import Plan, kv_bytes, make_plan
@@ -73,8 +72,7 @@ def main() -> None:
     device = parse_device(args.device)
     config = engine_config(args, device)
     sampling = _sampling(args)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quieten()
     prompt = _prompt(args)
     folder, manifest = open_checkpoint(args.model)
     tokenizer = read_tokenizer(folder)
@@ -140,7 +138,7 @@ def _encode(tokenizer: Any, text: str, raw: bool) -> torch.Tensor:
                 turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         except Exception as error:  # templates are programs
-            raise ApexError(f"the chat template failed ({str(error).splitlines()[0]}): --raw goes without it") from None
+            raise ApexError(f"the chat template failed ({first_line(error)}): --raw goes without it") from None
     else:
         encoded = tokenizer(text, return_tensors="pt")
     return encoded["input_ids"]

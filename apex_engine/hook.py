@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from apex_engine.command import first_line
 from apex_engine.config import Config
 from apex_engine.engine import Engine
 from apex_engine.experts import ApexExperts
@@ -56,7 +57,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder)
         method = config.quantization_config["quant_method"]
     except Exception as error:  # anything may be in there
-        raise ApexError(f"{folder}/config.json cannot be read ({str(error).splitlines()[0]}): quantize again") from None
+        raise ApexError(f"{folder}/config.json cannot be read ({first_line(error)}): quantize again") from None
     if method != "apex":
         raise ApexError(f"{folder}/config.json is that of another checkpoint ({method}): quantize again")
     return config

@@ -59,22 +59,6 @@ class Profile:
     low_error: NDArray[np.float64]  # g^2 |y_high - y_low|^2
     skip_error: NDArray[np.float64]  # g^2 |y_high|^2
 
-    def damage(self, thresholds: Thresholds) -> NDArray[np.float64]:
-        """Squared error of each layer's output, `[L]`, if errors of different experts do not add up or cancel."""
-        low, skip = (bins_above(t) for t in (thresholds.t1, thresholds.t2))
-        return (self.low_error * (low & ~skip) + self.skip_error * skip).sum(1)
-
-    def shares(self, thresholds: Thresholds) -> dict[str, float]:
-        """Shares of calls and of gate mass at LOW and skipped."""
-        low, skip = (bins_above(t) for t in (thresholds.t1, thresholds.t2))
-        low = low & ~skip
-        return {
-            "low": float((self.calls * low).sum() / self.calls.sum()),
-            "skip": float((self.calls * skip).sum() / self.calls.sum()),
-            "mass_low": float((self.mass * low).sum() / self.mass.sum()),
-            "mass_skip": float((self.mass * skip).sum() / self.mass.sum()),
-        }
-
 
 def bin_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
     """Bin of each score."""
@@ -137,7 +121,7 @@ def resolve(config: Config, folder: Path, manifest: Manifest) -> Thresholds:
         if not t1 <= t2:
             raise ApexError(f"thresholds must satisfy t1 <= t2, not t1 {t1}, t2 {t2}: give both")
         return Thresholds.uniform(layers, t1, t2, first_t1, "given")
-    content = read_calibration(folder, manifest)
+    content = None if config.mode == "exact" else read_calibration(folder, manifest)
     if content is None:
         return Thresholds.uniform(layers, t1, t2, first_t1, "default, not calibrated")
     if config.thresholds == "quantile":

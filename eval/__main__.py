@@ -1,7 +1,7 @@
 """python -m apex_engine.eval CHECKPOINT: run lm-eval on the engine and on its reference, and report what changed.
 
 reference          exact mode of the same checkpoint, or a model through transformers
-each --mode        the same items, the same seeds        ->  eval/delta.py  ->  eval/report.py
+each of --modes    the same items, the same seeds        ->  eval/delta.py  ->  eval/report.py
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ import logging
 import os
 import subprocess
 import time
+from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
-from apex_engine.command import run, say
+from apex_engine.command import first_line, quieten, run, say
 from apex_engine.config import MODES
 from apex_engine.eval.delta import LIMIT, mean_drop, overall, task_rows
 from apex_engine.eval.machine import machine
+from apex_engine.eval.pair import Pair, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 from apex_engine.eval.report import headline, write
-from apex_engine.eval.texts import read_text, strided, token_ids
 from apex_engine.ledger import Ledger
-from apex_engine.perplexity import Pair, default_texts, load_reference, load_to_compare, quieten
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.thresholds import read_calibration, twins_of
 from apex_engine.vocabulary import ApexError
 
 TASKS = Path(__file__).resolve().parent / "tasks"  # ours, beside lm-eval's own
 REFERENCE = "reference"
-DIGITS = 5  # significant ones that are reported: further ones depend on how requests were batched
+DIGITS = 6  # significant ones that are reported
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
         choices=MODES,
         default=["deterministic"],
         metavar="MODE",
-        help="of the engine: deterministic, whose answers depend on the request alone, adaptive, which serves one request at a "
-        "time from an empty cache, exact; default: deterministic",
+        help="of the engine: deterministic, whose answers depend on the request alone; adaptive, which serves one request at a "
+        "time from an empty cache; exact; default: deterministic",
     )
     p.add_argument(
         "--reference",
@@ -62,16 +63,19 @@ def parser() -> argparse.ArgumentParser:
         help="a Hugging Face model to compare with, through transformers; default: all HIGH twins of the same checkpoint",
     )
     tasks = p.add_argument_group("tasks (lm-eval's own options)")
-    tasks.add_argument(
-        "--tasks", default="apex_demo", help="comma-separated; default: apex_demo, which needs no network"
+    add = tasks.add_argument
+    add("--tasks", default="apex_demo", help="comma-separated; default: apex_demo, which needs no network")
+    add("--include-path", type=Path, metavar="FOLDER", help="more tasks")
+    add("--limit", type=float, help="items of each task, or a share of them below 1; default: all")
+    add("--num-fewshot", type=int, help="default: the task's")
+    add("--batch-size", type=int, default=8, help="requests that share loads; answers do not depend on it; default: 8")
+    add(
+        "--max-length",
+        type=int,
+        default=2048,
+        help="tokens; longer requests lose their beginning; default: %(default)s",
     )
-    tasks.add_argument("--include-path", type=Path, metavar="FOLDER", help="more tasks")
-    tasks.add_argument("--limit", type=float, help="items of each task, or a share of them below 1; default: all")
-    tasks.add_argument("--num-fewshot", type=int, help="default: the task's")
-    tasks.add_argument("--batch-size", type=int, default=8, help="requests at a time; default: %(default)s")
-    tasks.add_argument(
-        "--apply-chat-template", action="store_true", help="give prompts through the tokenizer's chat template"
-    )
+    add("--apply-chat-template", action="store_true", help="give prompts through the tokenizer's chat template")
     text = p.add_argument_group("text")
     text.add_argument(
         "--text",
@@ -81,132 +85,135 @@ def parser() -> argparse.ArgumentParser:
     )
     text.add_argument("--text-tokens", type=int, default=8192, help="of each text; default: %(default)s")
     text.add_argument("--length", type=int, default=256, help="tokens seen at once; default: %(default)s")
-    add_engine_options(p)
+    add_engine_options(p, mode="see --modes", prefetch="always 0 here", dtype="float32 on a CPU, else the model's")
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
-    for name in ("batch_size", "text_tokens", "length"):
-        if getattr(args, name) < 1:
-            raise ApexError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
-    if args.mode:
-        raise ApexError(f"--mode {args.mode} is for one run: name the modes to report on with --modes {args.mode}")
-    _quieten()
+    _check(args)
+    quieten()
+    for name in ("lm_eval", "datasets", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     folder, manifest = open_checkpoint(args.model)
     tokenizer = read_tokenizer(folder)
-    model = load_to_compare(args, folder)
-    pair = Pair(model, load_reference(args.reference, model))
+    if args.apply_chat_template and not tokenizer.chat_template:
+        raise ApexError(f"the tokenizer of {folder} has no chat template: drop --apply-chat-template")
+    # What can be refused is refused before the hours of work.
+    calibration = read_calibration(folder, manifest)
+    windows, missing = read_windows(args.text, manifest, tokenizer, args.text_tokens, args.length, args.length)
+    manager = _task_manager(args)
+    pair = load_pair(args, folder, args.reference)
     output = args.output or Path("reports") / f"{folder.resolve().name}-{args.tasks.replace(',', '-')}"
-    bench = Bench(args, pair, tokenizer, manifest, output)
+    bench = Bench(args, folder, manifest, pair, calibration)
     results, seconds = {}, {}
     for who in (REFERENCE, *args.modes):
         say(f"{who}: {args.tasks}")
         start = time.perf_counter()
-        results[who] = bench.tasks(who)
+        results[who] = run_tasks(bench, who, tokenizer, manager, output / "cache")
         seconds[who] = time.perf_counter() - start
-    rows = task_rows(results[REFERENCE], {mode: results[mode] for mode in args.modes})
-    texts, ledgers, missing = bench.texts()
-    report = make_report(args, folder, bench, rows, texts, ledgers, missing, seconds)
-    paths = write(report, output)
-    say(f"written to {', '.join(map(str, paths))}")
+    rows, skipped = task_rows(results[REFERENCE], {mode: results[mode] for mode in args.modes})
+    ledgers = {mode: Ledger() for mode in args.modes}
+    texts = {}
+    for name, some in windows.items():
+        say(f"{name}: {len(some)} windows of {args.length} tokens")
+        texts[name] = pair.compare(some, ledgers)
+    report = make_report(bench, rows, texts, ledgers, missing + skipped, seconds)
+    say(f"written to {', '.join(map(str, write(report, output)))}")
     print(headline(report))
 
 
+def _check(args: argparse.Namespace) -> None:
+    for name, least in (("batch_size", 1), ("max_length", 2), ("text_tokens", 2), ("length", 2)):
+        if getattr(args, name) < least:
+            raise ApexError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least {least}")
+    if args.limit is not None and args.limit <= 0:
+        raise ApexError(f"--limit {args.limit:g}: above 0, a number of items or a share of them")
+    if args.mode:
+        raise ApexError(f"--mode {args.mode} is for one run: name the modes to report on with --modes {args.mode}")
+    if missing := [name for name in ("lm_eval", "datasets", "matplotlib") if find_spec(name) is None]:
+        raise ApexError(f"{', '.join(missing)} not installed: pip install 'apex-engine[eval]'")
+
+
+def _task_manager(args: argparse.Namespace) -> Any:
+    """lm-eval's, with our tasks; it knows all of args.tasks."""
+    from lm_eval.tasks import TaskManager
+
+    folders = [str(folder) for folder in (TASKS, args.include_path) if folder]
+    for defaults in (False, True):  # lm-eval's own are thousands: they are read only where they are needed
+        manager = TaskManager(include_path=folders, include_defaults=defaults)
+        unknown = [name for name in args.tasks.split(",") if name not in manager.all_tasks]
+        if not unknown:
+            break
+    else:
+        raise ApexError(
+            f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists its own, apex_demo is ours"
+        )
+    return manager
+
+
+@dataclass(frozen=True)
 class Bench:
-    """The engine and the reference, and everything both are measured on."""
+    """What a report is about."""
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        pair: Pair,
-        tokenizer: Any,
-        manifest: Manifest,
-        output: Path,
-    ) -> None:
-        self.args, self.pair, self.tokenizer = args, pair, tokenizer
-        self.manifest, self.output = manifest, output
+    args: argparse.Namespace
+    folder: Path
+    manifest: Manifest
+    pair: Pair
+    calibration: dict[str, Any] | None
 
-    def tasks(self, who: str) -> dict[str, Any]:
-        """lm-eval's result with samples. Answers are kept in the output folder as they come, and not asked for again."""
-        from lm_eval import simple_evaluate
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
 
-        from apex_engine.eval.lm import OneByOne
+def run_tasks(bench: Bench, who: str, tokenizer: Any, manager: Any, cache: Path) -> dict[str, Any]:
+    """lm-eval's result with samples. Answers are kept in the folder `cache` as they come, and not asked for again."""
+    from lm_eval import simple_evaluate
 
-        args = self.args
-        folders = [str(folder) for folder in (TASKS, args.include_path) if folder]
-        manager = TaskManager(include_path=folders)
-        names = args.tasks.split(",")
-        if unknown := [name for name in names if name not in manager.all_tasks]:
-            raise ApexError(
-                f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists its own, apex_demo is ours"
-            )
-        options = {"tokenizer": self.tokenizer, "batch_size": args.batch_size}
-        model = self.pair.reference() if who == REFERENCE else self.pair.in_mode(who)
-        lm = OneByOne(model, **options) if who == "adaptive" else HFLM(pretrained=model, **options)
-        cache = self.output / "cache" / f"{who}-{self._identity(who)}"
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            found: dict[str, Any] = simple_evaluate(
-                lm,
-                tasks=names,
-                task_manager=manager,
-                num_fewshot=args.num_fewshot,
-                limit=int(args.limit) if args.limit and args.limit >= 1 else args.limit,
-                apply_chat_template=args.apply_chat_template,
-                use_cache=str(cache),
-                log_samples=True,
-                bootstrap_iters=0,  # the errors that count are those of the differences
-            )
-        except (ConnectionError, FileNotFoundError) as error:
-            raise ApexError(
-                f"the data of {args.tasks} cannot be had ({str(error).splitlines()[0]}): apex_demo needs none"
-            ) from None
-        return found
+    from apex_engine.eval.lm import EngineLM
 
-    def texts(self) -> tuple[dict[str, dict[str, Comparison]], dict[str, Ledger], list[str]]:
-        """Text -> mode -> comparison with the reference; the modes' ledgers; what could not be measured, and why."""
-        args = self.args
-        ledgers = {mode: Ledger() for mode in args.modes}
-        found: dict[str, dict[str, Comparison]] = {}
-        missing = []
-        for name in args.text or default_texts(self.manifest):
-            try:
-                ids = token_ids(self.tokenizer, read_text(name))[: args.text_tokens]
-                windows = strided(ids, args.length, args.length)
-            except ApexError as error:
-                if args.text:
-                    raise
-                missing.append(f"text: {error}")
-                continue
-            say(f"{Path(name).stem}: {len(windows)} windows of {args.length} tokens")
-            # One window at a time, whatever the batch size of the tasks: bytes and hit rates are those of this order.
-            found[Path(name).stem] = {mode: self.pair.compare(windows, mode, ledgers[mode]) for mode in args.modes}
-        return found, ledgers, missing
+    args, pair = bench.args, bench.pair
+    model = pair.reference() if who == REFERENCE else pair.in_mode(who)
+    lm = EngineLM(model, who == "adaptive", args.batch_size, tokenizer=tokenizer, max_length=args.max_length)
+    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        found: dict[str, Any] = simple_evaluate(
+            lm,
+            tasks=args.tasks.split(","),
+            task_manager=manager,
+            num_fewshot=args.num_fewshot,
+            limit=int(args.limit) if args.limit and args.limit >= 1 else args.limit,
+            apply_chat_template=args.apply_chat_template,
+            use_cache=str(cache / f"{who}-{_identity(bench, who)}"),
+            log_samples=True,
+            bootstrap_iters=0,  # the errors that count are those of the differences
+        )
+    except (ConnectionError, FileNotFoundError) as error:
+        raise ApexError(
+            f"the data of {args.tasks} cannot be had ({first_line(error)}): apex_demo needs no network"
+        ) from None
+    return found
 
-    def _identity(self, who: str) -> str:
-        """Answers are those of this model, these options and this software: anything else asks anew."""
-        args = self.args
-        parts: dict[str, Any] = {
-            "twins": twins_of(self.manifest),
-            "reference": str(args.reference and args.reference.resolve()) if who == REFERENCE else None,
-            "thresholds": dataclasses.asdict(self.pair.engine.thresholds) if who not in (REFERENCE, "exact") else None,
-            "config": {**vars(self.pair.engine.config), "mode": who}
-            if who == "adaptive"
-            else self.pair.engine.config.kernels,
-            "dtype": str(self.pair.reference().dtype),
-            "device": args.device,
-            "template": args.apply_chat_template,
-            "versions": _versions(),
-        }
-        return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+def _identity(bench: Bench, who: str) -> str:
+    """Answers are those of this model, these options and this software: anything else asks anew."""
+    args, engine = bench.args, bench.pair.engine
+    reference = args.reference if who == REFERENCE else None
+    files = sorted(reference.iterdir()) if reference else []
+    parts: dict[str, Any] = {
+        "twins": twins_of(bench.manifest),
+        "reference": [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in files],
+        "thresholds": dataclasses.asdict(engine.thresholds) if who not in (REFERENCE, "exact") else None,
+        "config": {**vars(engine.config), "mode": who} if who == "adaptive" else engine.config.kernels,
+        "dtype": str(bench.pair.dtype),
+        "device": args.device,
+        "max_length": args.max_length,
+        "template": args.apply_chat_template,
+        "versions": _versions(),
+        "changes": _git("diff", "HEAD"),
+    }
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def make_report(
-    args: argparse.Namespace,
-    folder: Path,
     bench: Bench,
     rows: list[dict[str, Any]],
     texts: dict[str, dict[str, Comparison]],
@@ -215,15 +222,16 @@ def make_report(
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """The dict that `eval/report.py` renders."""
-    manifest, engine = bench.manifest, bench.pair.engine
-    means = {mode: mean_drop(rows, mode) for mode in args.modes}
-    first = args.modes[0]
-    calibration = read_calibration(folder, manifest)
+    args, manifest, engine = bench.args, bench.manifest, bench.pair.engine
+    means = {mode: mean for mode in args.modes if (mean := mean_drop(rows, mode))}
+    if not args.reference and manifest.high.up.name == "int8":
+        missing = [*missing, "the reference has INT8 HIGH twins, not the source's 16 bits: --reference SOURCE has"]
+    settings = ("tasks", "limit", "num_fewshot", "max_length", "apply_chat_template", "text_tokens", "length")
     report = {
-        "verdict": overall(rows, means[first], first),
+        "verdict": overall(rows, means.get(args.modes[0], {}), args.modes[0]),
         "limit": LIMIT,
         "checkpoint": {
-            "folder": folder.resolve().name,
+            "folder": bench.folder.resolve().name,
             "source": manifest.source,
             "fingerprint": manifest.fingerprint,
             "high": manifest.high.up.name,
@@ -241,24 +249,19 @@ def make_report(
         },
         "modes": args.modes,
         "settings": {
-            "tasks": args.tasks,
-            "limit": args.limit,
-            "num_fewshot": args.num_fewshot,
-            "apply_chat_template": args.apply_chat_template,
-            "dtype": str(bench.pair.reference().dtype).removeprefix("torch."),
+            **{name: getattr(args, name) for name in settings},
+            "dtype": str(bench.pair.dtype).removeprefix("torch."),
             "memory": engine.config.memory,
             "policy": engine.config.policy,
-            "text_tokens": args.text_tokens,
-            "length": args.length,
         },
         "tasks": rows,
         "mean": means,
         "text": _text(texts),
         "ledger": {mode: _ledger(ledger) for mode, ledger in ledgers.items()} if texts else {},
-        "not_measured": missing + _cautions(args, manifest),
-        "curve": _curve(calibration),
+        "not_measured": missing,
+        "curve": _curve(bench.calibration),
         "versions": _versions(),
-        "hardware": machine(bench.pair.in_mode(first).device),
+        "hardware": machine(bench.pair.device),
         "seconds": seconds,
     }
     rounded: dict[str, Any] = _rounded(report)
@@ -291,12 +294,6 @@ def _ledger(ledger: Ledger) -> dict[str, Any]:
     return {name: summary[name] for name in ("calls", "share_of_calls", "share_of_gate_mass", "bytes_read", "hit_rate")}
 
 
-def _cautions(args: argparse.Namespace, manifest: Manifest) -> list[str]:
-    if not args.reference and manifest.high.up.name == "int8":
-        return ["the reference's HIGH twins are INT8, not the source's 16 bits: --reference SOURCE compares with those"]
-    return []
-
-
 def _curve(calibration: dict[str, Any] | None) -> list[dict[str, float]] | None:
     if calibration is None:
         return None
@@ -316,27 +313,21 @@ def _rounded(value: Any) -> Any:
 def _versions() -> dict[str, str]:
     names = ("torch", "transformers", "lm_eval", "datasets", "numpy")
     found = {"apex_engine": version("apex-engine"), **{name: version(name) for name in names}}
-    if commit := _commit():
-        found["commit"] = commit
-    return found
+    commit = _git("describe", "--always", "--dirty", "--abbrev=12").strip()
+    return {**found, "commit": commit} if commit else found
 
 
-def _commit() -> str | None:
-    """Of a checkout of this project; None elsewhere."""
-    git = ["git", "-C", str(TASKS.parent.parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    if not (TASKS.parent.parent / "pyproject.toml").is_file():
-        return None
+def _git(*arguments: str) -> str:
+    """What git says of a checkout of this project; "" elsewhere."""
+    root = TASKS.parent.parent
+    if not (root / "pyproject.toml").is_file():
+        return ""
     try:
-        return subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _quieten() -> None:
-    quieten()
-    for name in ("lm_eval", "datasets", "httpx"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        return ""
 
 
 if __name__ == "__main__":

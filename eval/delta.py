@@ -1,6 +1,7 @@
 """Paired differences between two lm-eval runs over the same items: what changed, how surely, and a verdict.
 
     d_i = value of item i on the engine - its value on the reference         difference = mean d_i, error = sd(d_i) / sqrt(n)
+    right or wrong: b items lost, c won                                      error = sqrt(b + c + 1 - (c - b)^2 / n) / n
 
 Pairs share what makes an item hard, so this error is far smaller than that of either score. Perplexities are compared by the
 log-likelihood of each document; their difference is relative. Pure arithmetic on lm-eval's samples.
@@ -12,6 +13,8 @@ import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 SURE = 1.645  # standard errors: one side, 95 %
 LIMIT = 0.01  # the drop that is judged against: one point of accuracy, one percent of perplexity
@@ -64,7 +67,10 @@ def compare_values(reference: list[Any], engine: list[Any], metric: str) -> Diff
     error = statistics.stdev(changes) / math.sqrt(n) if n > 1 else None
     flips: dict[str, int] = {}
     if {float(value) for value in [*reference, *engine]} <= {0.0, 1.0}:
-        flips = {"right_to_wrong": changes.count(-1.0), "wrong_to_right": changes.count(1.0)}
+        lost, won = changes.count(-1.0), changes.count(1.0)
+        flips = {"right_to_wrong": lost, "wrong_to_right": won}
+        # Half a flip each way is added: that a few items had none is no certainty that more would have none.
+        error = math.sqrt(lost + won + 1 - (won - lost) ** 2 / n) / n
     return Difference(
         statistics.fmean(reference), statistics.fmean(engine), statistics.fmean(changes), error, False, n, **flips
     )
@@ -76,15 +82,19 @@ def _loss(value: Any) -> tuple[float, float]:
     return -float(likelihood), float(weight)
 
 
-def task_rows(reference: dict[str, Any], engines: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each task, filter and metric. `reference` and each of `engines` (by mode): a result of lm-eval with samples.
+def task_rows(reference: dict[str, Any], engines: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """One row for each task, filter and metric, and the metrics that cannot be compared item by item.
 
-    Raises ValueError where the items are not the same.
+    `reference` and each of `engines` (by mode): a result of lm-eval with samples. Raises ValueError where the items are not
+    the same.
     """
-    rows = []
+    rows, skipped = [], []
     for task, samples in sorted(reference["samples"].items()):
         better = reference["higher_is_better"].get(task, {})
         for metric, by_filter in _values(samples).items():
+            if not all(_comparable(metric, v) for values in by_filter.values() for v in values.values()):
+                skipped.append(f"{task}: {metric} has no value of a single item")
+                continue
             for name, values in by_filter.items():
                 label = metric if name == "none" else f"{metric} ({name})"
                 row: dict[str, Any] = {"task": task, "metric": label, "items": len(values)}
@@ -106,7 +116,11 @@ def task_rows(reference: dict[str, Any], engines: dict[str, dict[str, Any]]) -> 
                         "wrong_to_right": found.wrong_to_right,
                     }
                 rows.append(row)
-    return rows
+    return rows, skipped
+
+
+def _comparable(metric: str, value: Any) -> bool:
+    return metric in (LOSS, WEIGHTED_LOSS) or isinstance(value, (bool, int, float, np.number, np.bool_))
 
 
 def _values(samples: list[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
-
-# Windows `[w, N]` -> log-probabilities `[w, N - 1, V]` in float32 of their next tokens.
-Predict = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -93,23 +89,6 @@ def decoded_logits(model: PreTrainedModel, windows: Tensor, prompt: int = 1) -> 
         steps = [model(input_ids=tokens[None], **past, use_cache=True).logits[0] for tokens in passes]
         result.append(torch.cat(steps).float())
     return torch.stack(result).log_softmax(-1)
-
-
-def compare(
-    windows: Tensor,
-    reference: Predict,
-    model: Predict,
-    batch: int = 1,
-    last: int | None = None,
-    progress: Callable[[int], None] = lambda n: None,
-) -> Comparison:
-    """`batch` windows at a time, first by `reference`, then by `model`; of each window only its `last` predictions count, if
-    that is given. `progress` is told how many windows are done."""
-    parts = []
-    for rows in windows.split(batch):
-        parts.append(judge(rows, reference(rows), model(rows), last))
-        progress(len(rows))
-    return Comparison.joined(parts)
 
 
 def judge(windows: Tensor, reference: Tensor, found: Tensor, last: int | None = None) -> Comparison:

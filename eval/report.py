@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from apex_engine.command import human
+from apex_engine.eval.delta import SURE
 from apex_engine.quantize.checkpoint import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Z = 1.645  # standard errors of a one-sided 95 % bound
 TWINS = {"high": ("HIGH", "#4477aa"), "low": ("LOW", "#ddaa33"), "skip": ("skipped", "#cc6677")}
 POINTS = {"good": ("#1a7f38", "o"), "open": ("#9a6701", "s"), "bad": ("#cf222f", "X")}  # by the class of a verdict
 INK = "#010203"
@@ -120,9 +120,10 @@ def _headline(report: dict[str, Any], mode: str) -> Judged:
         return Judged(f"{mode}: {verdict or 'not measured'} (no mean accuracy).", verdict)
     change = "gain" if mean["drop"] < 0 else "drop"
     size = _change(abs(mean["drop"]), mean["stderr"], 100, ".2f")
-    alone = "" if mean["verdict"] == verdict else f" (the mean alone: {mean['verdict']})"
     tasks = f"{mean['tasks']} task{'s' * (mean['tasks'] != 1)}"
-    return Judged(f"{mode}: mean accuracy {change} {size} points over {tasks}: {verdict}{alone}.", verdict)
+    worse = sum(task["modes"][mode]["verdict"] == "worse" for task in report["tasks"] if mode in task["modes"])
+    more = f" Worse in {worse} of {len(report['tasks'])} single metrics." if worse else ""
+    return Judged(f"{mode}: mean accuracy {change} {size} points over {tasks}: {verdict}.{more}", verdict)
 
 
 def _tasks(report: dict[str, Any]) -> list[Block]:
@@ -144,7 +145,7 @@ def _tasks(report: dict[str, Any]) -> list[Block]:
     if not rows:
         return ["not measured"]
     drops, limit = _drops(report), 100 * report["limit"]
-    title = f"Points of accuracy lost, or % of perplexity gained, with {Z} standard errors"
+    title = f"Points of accuracy lost, or % of perplexity gained, with {SURE} standard errors"
     plot = Plot(title, len(drops), lambda axes: _draw_drops(axes, drops, limit))
     return [Table(header.split(", "), rows, 3), _meaning(limit), *[plot] * bool(drops)]
 
@@ -153,8 +154,8 @@ def _meaning(limit: float) -> str:
     points = f"{limit:g} point{'s' * (limit != 1)}"
     return (
         "A difference is engine minus reference on the same items, ± the standard error of that paired difference; a drop is a "
-        f'change for the worse. "within {limit:g} %": the drop plus {Z} standard errors is at most {points}. "worse": the drop '
-        f'minus {Z} standard errors is above 0, and the drop itself above {points}. "not shown": neither; more items would '
+        f'change for the worse. "within {limit:g} %": the drop plus {SURE} standard errors is at most {points}. "worse": it '
+        f'minus {SURE} standard errors is above 0, and the drop itself above {points}. "not shown": neither; more items would '
         "tell. For perplexities the same is asked of the relative change, in %."
     )
 
@@ -206,8 +207,12 @@ def _curve(curve: list[dict[str, Any]]) -> list[Block]:
     rows: list[list[str | Judged]] = [
         [_show(point["kl"], ".4f"), *(_show(point.get(key), ".1%") for key in shares)] for point in curve
     ]
-    points = [(100 * p["share_low"], p["kl"]) for p in curve if None not in (p["share_low"], p["kl"])]
-    plot = Plot("KL against the share of calls LOW", 5, lambda axes: _draw_curve(axes, points))
+    points = [
+        (100 * (p["share_low"] + p["share_skip"]), p["kl"])
+        for p in curve
+        if None not in (p["share_low"], p["share_skip"], p["kl"])
+    ]
+    plot = Plot("KL against the share of calls LOW or skipped", 5, lambda axes: _draw_curve(axes, points))
     return [Table(["KL, nats a token", *shares.values()], rows, 0), *[plot] * bool(points)] if rows else []
 
 
@@ -337,7 +342,7 @@ def _draw_drops(axes: Axes, drops: list[Drop], limit: float) -> None:
     axes.axvline(limit, color=INK, linewidth=0.8, linestyle="--", label=f"limit: {limit:g}")
     for kind, (colour, marker) in POINTS.items():
         at = [i for i, drop in enumerate(drops) if drop.kind == kind]
-        sizes, bars = [drops[i].size for i in at], [Z * drops[i].stderr for i in at]
+        sizes, bars = [drops[i].size for i in at], [SURE * drops[i].stderr for i in at]
         if at:
             axes.errorbar(sizes, at, xerr=bars, fmt=marker, markersize=6, capsize=3, color=colour, label=words[kind])
     axes.set_yticks(range(len(drops)), [drop.label for drop in drops])
@@ -357,7 +362,7 @@ def _draw_shares(axes: Axes, shares: dict[str, dict[str, float | None]]) -> None
 
 def _draw_curve(axes: Axes, points: list[tuple[float, float]]) -> None:
     axes.plot(*zip(*points, strict=True), marker="o", color=TWINS["low"][1], label="calibrated thresholds")
-    axes.set_xlabel("% of expert calls LOW")
+    axes.set_xlabel("% of expert calls LOW or skipped")
     axes.set_ylabel("KL, nats a token")
     axes.set_ylim(bottom=0)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apex_engine.command import first_line
 from apex_engine.vocabulary import ApexError
 
 # Standard-library modules that were not in the bundled model's training data.
@@ -47,7 +48,7 @@ def read_text(name: str) -> str:
         return "\n".join(rows["text"])
     except Exception as error:  # whatever the hub, the network and the files give rise to
         raise ApexError(
-            f"the dataset {name} cannot be had ({str(error).splitlines()[0]}): without network, name a text file"
+            f"the dataset {name} cannot be had ({first_line(error)}): without network, name a text file"
         ) from None
 
 

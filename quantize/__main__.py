@@ -154,7 +154,10 @@ def report(manifest: Manifest) -> None:
             f"padding, {human(layout.stride * experts)} in all"
         )
     for what, count in manifest.fallbacks.items():
-        say(f"note: {count} LOW matrices of {2 * experts} are {what}: too few calibration tokens chose their experts")
+        say(
+            f"note: {count} LOW matrices of {2 * experts} are {what}: too few calibration tokens chose their experts (calibrate "
+            "with more --tokens), or the calibration's --block is smaller than a group"
+        )
 
 
 if __name__ == "__main__":

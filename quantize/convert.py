@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -51,6 +50,8 @@ DENSE_SHARD = 1 << 30  # bytes of a dense file, unless one tensor is larger
 # The source's files that are copied whole; its model card is not, since it is not the card of this checkpoint
 COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.bpe", "LICENSE*", "NOTICE*", "*/*.jinja")
 HIGH_FORMATS = ("16bit", "bfloat16", "float16", "int8")
+# How a LOW matrix is made where second moments are given: as asked for, or in a simpler way for want of tokens or of blocks
+FALLBACKS = ("as asked for", "clip instead of gptq", "unweighted")
 Progress = Callable[[int], None]  # called with the number of experts just finished
 
 
@@ -155,7 +156,7 @@ def convert(
             dense_bytes=source.dense_bytes,
             files={**journal.files, **others},
             errors=_summary(journal.errors),
-            fallbacks=twins.fallbacks(source.layers),
+            fallbacks=_fallbacks(journal.errors),
         )
         manifest.write(folder)
         journal.remove()
@@ -187,7 +188,8 @@ class Twins:
     device: torch.device
 
     def make(self, layer: int, e: int, expert: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, list[float]]]:
-        """HIGH and LOW blob of expert `e` of the layer with this number, and the sums of `make_blob` by "low.down"."""
+        """HIGH and LOW blob of expert `e` of the layer with this number; the sums of `make_blob` by "low.down", and by "as.down"
+        the index in FALLBACKS of how it was made."""
         weights = {name: weight.to(self.device) for name, weight in expert.items()}
         blobs: list[Tensor] = []
         sums: dict[str, list[float]] = {}
@@ -196,18 +198,14 @@ class Twins:
             blob, pairs = make_blob(weights, layout, self.method, moments)
             blobs.append(blob)
             sums |= {f"{twin}.{matrix}": pair for matrix, pair in pairs.items()}
+            if self.moments and twin == "low":
+                sums |= {f"as.{m}": [self._fallback(m, moments[m])] for m in MATRICES}
         return blobs, sums
 
-    def fallbacks(self, layers: Sequence[MoeLayer]) -> dict[str, int]:
-        """How many LOW matrices had too few calibration tokens for the method asked for, by what was done instead."""
-        count = {"clip, not gptq": 0, "unweighted": 0}
-        if self.moments:
-            for layer, e, matrix in itertools.product(layers, range(layers[0].experts), MATRICES):
-                moments = self.moments.of(layer.number, e, matrix)
-                count["unweighted"] += moments is None
-                if self.method == "gptq" and moments and not feeds_back(moments, self.low.format(matrix).group):
-                    count["clip, not gptq"] += 1
-        return {what: n for what, n in count.items() if n}
+    def _fallback(self, matrix: str, moments: MatrixMoments | None) -> float:
+        if moments is None:
+            return 2.0
+        return float(self.method == "gptq" and not feeds_back(moments, self.low.format(matrix).group))
 
     def _moments(self, layer: int, e: int, matrix: str) -> MatrixMoments | None:
         found = self.moments.of(layer, e, matrix) if self.moments else None
@@ -274,7 +272,7 @@ def _square_sum(matrix: Tensor) -> float:
 def _summary(errors: dict[int, dict[str, list[list[float]]]]) -> dict[str, Any]:
     """Relative error `|w - twin| / |w|` of each twin and matrix over the whole model, and the worst single matrix of each."""
     summary = {}
-    for kind in sorted(next(iter(errors.values()))):
+    for kind in (f"{twin}.{matrix}" for twin in ("high", "low") for matrix in sorted(MATRICES)):
         rows = [(*pair, number, e) for number in sorted(errors) for e, pair in enumerate(errors[number][kind])]
         ratio, number, expert = max((_ratio(error, weight), number, e) for error, weight, number, e in rows)
         summary[kind] = {
@@ -282,6 +280,12 @@ def _summary(errors: dict[int, dict[str, list[list[float]]]]) -> dict[str, Any]:
             "worst": {"error": ratio, "layer": number, "expert": expert},
         }
     return summary
+
+
+def _fallbacks(errors: dict[int, dict[str, list[list[float]]]]) -> dict[str, int]:
+    """How many LOW matrices were not made as asked for, by how they were made instead."""
+    made = [int(row[0]) for layer in errors.values() for m in MATRICES for row in layer.get(f"as.{m}", ())]
+    return {what: made.count(i) for i, what in enumerate(FALLBACKS) if i and i in made}
 
 
 def _ratio(error: float, weight: float) -> float:

@@ -35,20 +35,16 @@ def quantize_gptq(
     codes, scale, zero = codes.clone(), scale.clone(), zero.clone()
     for b, h in enumerate(blocks):
         size = len(h)
-        upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(_ordered(h)[1])), upper=True)
+        order = h.diagonal().argsort(descending=True, stable=True)
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order]))
+        upper = torch.linalg.cholesky(inverse, upper=True)
         columns, groups = slice(b * size, (b + 1) * size), slice(b * size // group, (b + 1) * size // group)
         for start in range(0, len(weight), ROWS):
             rows = slice(start, start + ROWS)
             block = _Block(weight[rows, columns].T.contiguous(), h, bits, group)
-            found = block.solve(upper, codes[rows, columns], scale[rows, groups], zero[rows, groups])
+            found = block.solve(order, upper, codes[rows, columns], scale[rows, groups], zero[rows, groups])
             codes[rows, columns], scale[rows, groups], zero[rows, groups] = found
     return codes, scale, zero
-
-
-def _ordered(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns by decreasing importance, and `h` in that order."""
-    order = h.diagonal().argsort(descending=True, stable=True)
-    return order, h[order][:, order]
 
 
 class _Block:
@@ -57,20 +53,19 @@ class _Block:
     def __init__(self, w: Tensor, h: Tensor, bits: int, group: int) -> None:
         self.w, self.h, self.top, self.group = w, h, 2**bits - 1, group
 
-    def solve(self, upper: Tensor, codes: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """codes `[N, B]`, scale and zero `[N, G]`, as given and as returned."""
-        best = codes.T.float(), scale.T.contiguous(), zero.T.contiguous()
-        least = self._error(*best)
-        candidate = self._feed_back(upper, *best[1:]), *best[1:]
-        for _ in range(ROUNDS + 1):
-            error = self._error(*candidate)
+    def solve(
+        self, order: Tensor, upper: Tensor, codes: Tensor, scale: Tensor, zero: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """codes `[N, B]`, scale and zero `[N, G]`, as given and as returned. `order`, `upper`: as for `_feed_back`."""
+        q, s, z = codes.T.float(), scale.T.contiguous(), zero.T.contiguous()
+        least = self._error(q, s, z)
+        for turn in range(1 + ROUNDS):
+            new_s, new_z = (s, z) if turn == 0 else self._refit(q, s, z)
+            new_q = self._descend(q, new_s, new_z) if turn else self._feed_back(order, upper, s, z)
+            error = self._error(new_q, new_s, new_z)
             better = error < least
             least = torch.where(better, error, least)
-            q, s, z = (torch.where(better, new, old) for new, old in zip(candidate, best, strict=True))
-            best = q, s, z
-            fitted = self._refit(*best)
-            candidate = self._descend(q, *fitted), *fitted
-        q, s, z = best
+            q, s, z = (torch.where(better, *pair) for pair in ((new_q, q), (new_s, s), (new_z, z)))
         return q.T.to(torch.uint8), s.T, z.T
 
     def _value(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
@@ -89,9 +84,8 @@ class _Block:
         wide = s.float().repeat_interleave(self.group, 0)
         return wide, torch.where(wide > 0, wide, 1.0), z.float().repeat_interleave(self.group, 0)
 
-    def _feed_back(self, upper: Tensor, s: Tensor, z: Tensor) -> Tensor:
-        """Codes `[B, N]`. `upper`: the Cholesky factor of the inverse of H in decreasing order of its diagonal."""
-        order, _ = _ordered(self.h)
+    def _feed_back(self, order: Tensor, upper: Tensor, s: Tensor, z: Tensor) -> Tensor:
+        """Codes `[B, N]`. `order` of the columns; `upper`: the Cholesky factor of the inverse of H in that order."""
         w = self.w[order]
         scale, divisor, zero = (part[order] for part in self._columns(s, z))
         q, size = torch.empty_like(w), len(w)

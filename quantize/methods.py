@@ -45,7 +45,8 @@ def encode(
             raise ValueError(f"has a value beyond the range of {form.name}")
         return {"weight": narrowed}
     if form.name == "int8":
-        return dict(zip(("codes", "scale"), quantize_int8(weight.float()), strict=True))
+        # Always on the CPU, where the library takes float32.
+        return dict(zip(("codes", "scale"), quantize_int8(weight.float().cpu()), strict=True))
     codes, scale, zero = METHODS[method](weight.float(), form.bits, form.group, moments)
     if not (torch.isfinite(scale).all() and torch.isfinite(zero).all()):
         raise ValueError("has a value beyond the range of the float16 scales")
@@ -77,7 +78,7 @@ def quantize_hqq(
         optimize=True,
         round_zero=False,
         bitpack=False,
-        device=weight.device.type,
+        device=str(weight.device),
     )
     return _seal(weight.view(-1, group), meta["scale"], meta["zero"], bits, weight.shape)
 
@@ -95,7 +96,7 @@ def quantize_clip(
     for rows in weight.split(step):
         groups = rows.reshape(-1, group)
         some = None if importance is None else importance[: len(groups)]
-        parts.append(_seal(groups, *_clip_search(groups, bits, some), bits, rows.shape))
+        parts.append(_seal(groups, *_clip_search(groups, bits, some), bits, rows.shape, some))
     codes, scale, zero = zip(*parts, strict=True)
     return torch.cat(codes), torch.cat(scale), torch.cat(zero)
 
@@ -127,14 +128,8 @@ def _clip_search(groups: Tensor, bits: int, importance: Tensor | None = None) ->
 
     `importance` `[G, g]` sums to 1 in each group; all weights count the same without it.
     """
-
-    def mean(values: Tensor) -> Tensor:
-        if importance is None:
-            return values.mean(1, keepdim=True)
-        return (values * importance).sum(1, keepdim=True)
-
     top = 2**bits - 1
-    middle_of_all = mean(groups)
+    middle_of_all = _mean(groups, importance)
     centred = groups - middle_of_all  # a common offset would drown the sums below
     low, high = centred.aminmax(dim=1, keepdim=True)
     middle, span = (high + low) / 2, (high - low).clamp_min(torch.finfo(torch.float32).tiny)
@@ -147,9 +142,9 @@ def _clip_search(groups: Tensor, bits: int, importance: Tensor | None = None) ->
             codes = ((centred - offset) / scale).round_().clamp_(0, top)
             # Least squares of centred ~ codes * scale + offset, where the mean of the centred weights is 0. What it
             # explains of their square is covariance^2 / variance: the largest share explained is the smallest error.
-            mean_code = mean(codes)
-            variance = mean(codes * codes) - mean_code * mean_code
-            covariance = mean(codes * centred)
+            mean_code = _mean(codes, importance)
+            variance = _mean(codes * codes, importance) - mean_code * mean_code
+            covariance = _mean(codes * centred, importance)
             fitted = (variance > 1e-6) & (covariance > 0)
             scale = torch.where(fitted, covariance / variance, scale)
             offset = torch.where(fitted, -scale * mean_code, offset)
@@ -161,7 +156,16 @@ def _clip_search(groups: Tensor, bits: int, importance: Tensor | None = None) ->
     return best_scale, -(best_offset + middle_of_all) / best_scale
 
 
-def _seal(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, shape: torch.Size) -> tuple[Tensor, Tensor, Tensor]:
+def _mean(values: Tensor, importance: Tensor | None) -> Tensor:
+    """`[G, g]` -> `[G, 1]`. `importance` `[G, g]` sums to 1 in each group; all count the same without it."""
+    if importance is None:
+        return values.mean(1, keepdim=True)
+    return (values * importance).sum(1, keepdim=True)
+
+
+def _seal(
+    groups: Tensor, scale: Tensor, zero: Tensor, bits: int, shape: torch.Size, importance: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Round scale and zero to the stored float16 and take the codes that fit the rounded ones.
 
     A group whose values lie close together far from zero has no usable float16 zero (w/s overflows or is too coarse): it is
@@ -171,10 +175,10 @@ def _seal(groups: Tensor, scale: Tensor, zero: Tensor, bits: int, shape: torch.S
     usable = torch.isfinite(scale16) & torch.isfinite(zero16) & (scale16 > 0)
     s, z = torch.where(usable, scale16, 1.0).float(), torch.where(usable, zero16, 0.0).float()
     codes = (groups / s + z).round_().clamp_(0, 2**bits - 1)
-    error = ((codes - z) * s - groups).square_().sum(1, keepdim=True)
+    error = _mean(((codes - z) * s - groups).square_(), importance)
 
-    mean = groups.mean(1, keepdim=True)
-    constant_error = (mean.half().float() - groups).square_().sum(1, keepdim=True)
+    mean = _mean(groups, importance)
+    constant_error = _mean((mean.half().float() - groups).square_(), importance)
     constant = ~usable | (constant_error < error)
     codes = torch.where(constant, 0.0, codes).to(torch.uint8)
     scale16 = torch.where(constant, mean.abs().half(), scale16)

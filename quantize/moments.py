@@ -13,7 +13,7 @@ Letters: E experts, K columns of a matrix, B columns a block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from apex_engine.quantize.checkpoint import atomic_path, sha256_of
+from apex_engine.quantize.checkpoint import atomic_path
 from apex_engine.vocabulary import ApexError
 
 MOMENTS = "calibration.safetensors"  # beside the checkpoint they were measured on
@@ -55,43 +55,43 @@ class Moments:
         if not self.path.is_file():
             raise ApexError(f"{self.path} does not exist: make it with `python -m apex_engine.calibrate {folder}`")
         try:
-            with safe_open(self.path, "pt") as file:
-                self.fingerprint: str = file.metadata()["fingerprint"]
+            self._file = safe_open(self.path, "pt")
+            self.fingerprint: str = self._file.metadata()["fingerprint"]
+            self.identity: str = self._file.metadata()["identity"]  # in the options of the checkpoint made with them
         except (SafetensorError, OSError, KeyError, TypeError) as error:
             raise ApexError(f"{self.path} cannot be read ({error}): calibrate again") from None
 
-    @cached_property
-    def identity(self) -> str:
-        """Tells these moments from all others: in the options of the checkpoint that is made with them."""
-        return sha256_of(self.path)[:16]
-
     def of(self, layer: int, expert: int, matrix: str) -> MatrixMoments | None:
         """Those of "up" or "down" of an expert of the MoE layer with this number in the model; None where nearly no token
-        chose it."""
+        chose it, or nothing but zeros reached the matrix."""
         try:
-            with safe_open(self.path, "pt") as file:
-                tokens = int(file.get_tensor(f"{layer}.tokens")[expert])
-                blocks = file.get_slice(f"{layer}.{matrix}")[expert] if tokens >= LEAST_TOKENS else None
+            tokens = int(self._file.get_tensor(f"{layer}.tokens")[expert])
+            if tokens < LEAST_TOKENS:
+                return None
+            blocks = self._file.get_slice(f"{layer}.{matrix}")[expert]
         except (SafetensorError, IndexError) as error:
             raise ApexError(
                 f"{self.path} says nothing of layer {layer}, expert {expert} ({error}): calibrate again"
             ) from None
-        if blocks is None:
-            return None
         diagonal = blocks.diagonal(dim1=1, dim2=2)
         diagonal += DAMPING * diagonal.mean()
         return MatrixMoments(blocks, tokens) if diagonal.min() > 0 else None
 
 
-def block_size(columns: int, most: int) -> int:
-    """Columns a block: the largest divisor of `columns` up to `most`, at least 1."""
-    return max(size for size in range(1, min(max(most, 1), columns) + 1) if columns % size == 0)
+def block_size(columns: int, most: int, group: int) -> int:
+    """Columns a block: the largest divisor of `columns` up to `most` that groups of `group` fill; 1 where there is none."""
+    sizes = [size for size in range(group, min(most, columns) + 1, group) if columns % size == 0]
+    return sizes[-1] if sizes else 1
 
 
 def write_moments(folder: Path, fingerprint: str, tensors: dict[str, Tensor]) -> None:
     """`tensors`: for each MoE layer number n "n.tokens" int64 `[E]`, "n.up" and "n.down" float32 `[E, K / B, B, B]`."""
+    sha = sha256()
+    for name, tensor in sorted(tensors.items()):
+        sha.update(name.encode())
+        sha.update(tensor.numpy().data)
     with atomic_path(folder / MOMENTS) as part:
-        save_file(tensors, part, metadata={"fingerprint": fingerprint})
+        save_file(tensors, part, metadata={"fingerprint": fingerprint, "identity": sha.hexdigest()[:16]})
 
 
 def accumulate(sums: Tensor, x: Tensor, gates: Tensor) -> None:

@@ -105,7 +105,7 @@ def test_experts_nobody_chose_fall_back_and_are_counted(tiny, tmp_path):
 
 
 def record_into(model, folder, rows):
-    recorder = record(model, folder, rows, Settings(tokens=2, length=1, batch_size=8), lambda n: None)
+    recorder = record(model, folder, rows, Settings(batch_size=8), lambda n: None)
     write_moments(folder, Manifest.read(folder).fingerprint, recorder.tensors())
     return recorder
 
@@ -116,7 +116,7 @@ def test_what_is_recorded_is_what_the_model_computes(tiny, tmp_path, family):
     source, apex = tiny(family)
     rows = torch.randint(2, 128, (3, 20))
     model = apex_engine.load(apex, dtype=torch.float32, mode="deterministic", prefetch=0)
-    recorder = record(model, apex, rows, Settings(tokens=2, length=1, batch_size=2), lambda n: None)
+    recorder = record(model, apex, rows, Settings(batch_size=2), lambda n: None)
     manifest = Manifest.read(apex)
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     seen = []
@@ -156,25 +156,18 @@ def test_blocks_of_the_moments():
         for i, block in enumerate(sums):
             part = slice(i * size, (i + 1) * size)
             torch.testing.assert_close(block, whole[part, part])
-    assert [
-        block_size(k, most) for k, most in ((4096, 512), (14336, 512), (768, 512), (96, 512), (97, 50), (64, 1))
-    ] == [
-        512,
-        512,
-        384,
-        96,
-        1,
-        1,
-    ]
+    widths = (4096, 14336, 768, 1408, 2880, 6400, 192)
+    assert [block_size(k, 512, 64) for k in widths] == [512, 512, 384, 128, 320, 320, 192]
+    assert block_size(4096, 1, 64) == block_size(4096, 63, 64) == 1
 
 
 def test_a_model_writes_the_same_text_for_the_same_seed(bundled_apex):
     model = apex_engine.load(bundled_apex, mode="exact", memory="100%", prefetch=0)
     seen = []
-    first = sample(model, 3, 12, 2, 1, seen.append)
-    assert first.shape == (3, 12) and seen == [2, 1]
-    assert torch.equal(first, sample(model, 3, 12, 2, 1, seen.append))
-    assert not torch.equal(first, sample(model, 3, 12, 2, 2, seen.append))
+    first = sample(model, 3, 12, 1, seen.append)
+    assert first.shape == (3, 12) and seen == [1] * 11
+    assert torch.equal(first, sample(model, 3, 12, 1, seen.append))
+    assert not torch.equal(first, sample(model, 3, 12, 2, seen.append))
     assert (first[:, 0] == model.config.eos_token_id).all() or (first[:, 0] == model.config.bos_token_id).all()
 
 
@@ -213,6 +206,9 @@ def test_the_command(bundled, tmp_path, monkeypatch, capsys):
     [
         (["--max-kl", "0"], "above 0"),
         (["--max-drop", "much"], "0.5%"),
+        (["--max-drop", "0.5"], "0.5%"),
+        (["--length", "1"], "at least 2"),
+        (["--plot", "x.foo"], ".svg"),
         (["--tokens", "100"], "two windows"),
         (["--batch-size", "0"], "at least 1"),
         (["--data", "nowhere.txt"], "neither a file"),

@@ -60,7 +60,7 @@ def test_error_feedback_is_the_published_recursion():
         error = (w[:, k] - (expected[:, k] - z[:, k]) * s[:, k]) / upper[k, k]
         w[:, k + 1 :] -= error[:, None] * upper[k, k + 1 :]
     block = _Block(weight.T.contiguous(), h, 2, group)
-    found = block._feed_back(upper.float(), scale.T, zero.T).T[:, order]
+    found = block._feed_back(order, upper.float(), scale.T, zero.T).T[:, order]
     assert (found == expected).float().mean() > 0.99  # a rounding that is nearly a tie may go either way
 
 

@@ -1,14 +1,17 @@
 import itertools
+import json
 import math
-from functools import partial
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.eval.perplexity import Comparison, compare, decoded_logits, judge, stderr, window_logits
+from apex_engine.eval.pair import Pair
+from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, stderr, window_logits
 from apex_engine.eval.texts import domains, read_text, strided, windows
+from apex_engine.ledger import Ledger
+from apex_engine.perplexity import main
 from apex_engine.vocabulary import ApexError
 
 
@@ -27,10 +30,9 @@ def setting():
 def test_a_model_against_itself(setting):
     folder, tokenizer, model = setting
     rows = windows(tokenizer, domains(folder)["kjv"], 4, 64)
-    predict = partial(window_logits, model)
-    seen = []
-    found = compare(rows, predict, predict, batch=3, progress=seen.append)
-    assert seen == [3, 1] and found.tokens == 4 * 63
+    truth = window_logits(model, rows)
+    found = Comparison.joined([judge(rows[:3], truth[:3], truth[:3]), judge(rows[3:], truth[3:], truth[3:])])
+    assert found.tokens == 4 * 63
     expected = [model(row[None], labels=row[None]).loss.item() for row in rows]
     assert found.loss.tolist() == pytest.approx(expected, rel=1e-5)
     assert found.perplexity == pytest.approx(math.exp(sum(expected) / 4), rel=1e-4)
@@ -62,9 +64,9 @@ def test_only_the_last_predictions_of_overlapping_windows_count(setting):
     ids = torch.arange(100, 140)
     rows = strided(ids, 16, 8)
     assert rows.shape == (4, 16) and rows[1, 0] == ids[8]
-    predict = partial(window_logits, model)
-    found = compare(rows, predict, predict, last=8)
-    expected = -predict(rows)[:, -8:].gather(-1, rows[:, -8:, None]).mean((1, 2))
+    truth = window_logits(model, rows)
+    found = judge(rows, truth, truth, last=8)
+    expected = -truth[:, -8:].gather(-1, rows[:, -8:, None]).mean((1, 2))
     assert found.tokens == 32 and found.loss.tolist() == pytest.approx(expected.tolist())
     with pytest.raises(ApexError, match="fewer than one window"):
         strided(ids, 41, 8)
@@ -95,6 +97,45 @@ def test_one_by_one_is_the_same_model(setting, bundled_apex):
     assert model.apex.stats()["sequences"] == 2 + 1 + 2 + 1
 
 
+def test_the_ledger_counts_the_mode_that_is_judged_and_not_its_reference(setting, bundled_apex):
+    folder, tokenizer, reference = setting
+    rows = windows(tokenizer, domains(folder)["kjv"], 2, 32)
+    model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="50%", prefetch=0)
+    ledgers = {"deterministic": Ledger(), "adaptive": Ledger()}
+    own = Pair(model).compare(rows, ledgers)
+    counted = {mode: ledger.summary() for mode, ledger in ledgers.items()}
+    assert counted["deterministic"]["share_of_calls"]["low"] > 0.2 and counted["adaptive"]["tokens"]["decode"] == 2 * 30
+    assert counted["deterministic"]["tokens"]["prefill"] == 2 * 31
+    # Each window from an empty cache: with another reference the engine does the same, and finds the same resident.
+    again = {mode: Ledger() for mode in ledgers}
+    other = Pair(model, reference).compare(rows, again)
+    for mode in ledgers:
+        assert again[mode].summary()["bytes_read"] == counted[mode]["bytes_read"]
+        assert other[mode].kl.tolist() == pytest.approx(own[mode].kl.tolist(), abs=1e-4)
+
+
+def test_the_command(bundled_apex, tmp_path, monkeypatch, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    text = (bundled_apex.parent / "x.txt").as_posix()
+    for folder in ("a", "b"):
+        (tmp_path / folder / "x.txt").write_text("And it came to pass, that the king said unto them. " * 20)
+    names = [str(tmp_path / folder / "x.txt") for folder in ("a", "b")]
+    arguments = ["perplexity", str(bundled_apex), "--text", *names, "--tokens", "128", "--length", "64", "--json"]
+    monkeypatch.setattr("sys.argv", arguments)
+    main()
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["texts"]) == names and all(0 < row["kl"] < 0.2 for row in found["texts"].values())
+    monkeypatch.setattr("sys.argv", [*arguments[:-1], "--mode", "exact", "--stride", "32"])
+    main()
+    out, err = capsys.readouterr()
+    assert "(+0.00%), KL 0.0000" in out.replace("-", "+") and "exact against exact" in err
+    for wrong, message in ((["--stride", "65"], "--stride from 1"), (["--text", text], "neither a file")):
+        monkeypatch.setattr("sys.argv", [*arguments, *wrong])
+        with pytest.raises(ApexError, match=message):
+            main()
+
+
 def test_windows_cover_the_text_and_do_not_overlap(setting):
     folder, tokenizer, _ = setting
     text = domains(folder)["drama"]
@@ -111,5 +152,5 @@ def test_the_model_cards_losses(setting, domain, loss):
     """Published over 32 windows of 256 tokens; here over 12 of them, so only the neighbourhood can be right."""
     folder, tokenizer, model = setting
     rows = windows(tokenizer, domains(folder)[domain], 12, 256)
-    predict = partial(window_logits, model)
-    assert compare(rows, predict, predict).loss.mean().item() == pytest.approx(loss, abs=0.2)
+    truth = window_logits(model, rows)
+    assert judge(rows, truth, truth).loss.mean().item() == pytest.approx(loss, abs=0.2)
