@@ -89,7 +89,8 @@ def add_engine_options(
     add(
         "--low-share",
         type=_share,
-        help='share of the memory for LOW twins; "auto": a twentieth; "floor": all of them are resident; default: auto',
+        help='share of the memory for LOW twins; "auto": a twentieth, calibrated a tenth; "floor": all of them are resident; '
+        "default: auto",
     )
     add(
         "--upgrade",

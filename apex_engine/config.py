@@ -36,8 +36,8 @@ class Config:
             when the model is loaded, less a tenth.
     host_memory  Bytes of a second tier in host memory, between disk and device: for a GPU or a simulated link. A share is one
             of all twins. It is filled when the model is loaded if it holds them all, else it is a cache of its own.
-    low_share  Share of `memory` given to LOW slots. "auto" is a twentieth; "floor": every LOW twin is resident, the rest are
-            HIGH slots.
+    low_share  Share of `memory` given to LOW slots. "auto" is a twentieth, or a tenth with a calibration; "floor": every LOW twin
+            is resident, the rest are HIGH slots.
     upgrade "wait": what the score wants HIGH is waited for. "async": where its LOW twin is resident, that serves now and HIGH
             is fetched meanwhile; counted as degraded. Adaptive mode only.
     policy  Which resident expert makes room: a name of `apex_engine.policies`.

@@ -58,9 +58,9 @@ class Engine:
         """`dense_bytes`, `kv_bytes`: of the model as it is computed, for `config.device_memory`."""
         self.config = config
         self.manifest = Manifest.read(folder)
-        self.plan: Plan = make_plan(config, self.manifest, dense_bytes, kv_bytes)
-        self.ledger = Ledger()
         self.thresholds = resolve(config, folder, self.manifest)
+        self.plan: Plan = make_plan(config, self.manifest, dense_bytes, kv_bytes, self.thresholds.calibrated)
+        self.ledger = Ledger()
         self.predictor: Predictor | None = None  # set once the model is there
         self.observe: Observer | None = None  # shown all that is computed; for calibration
         self._store = ExpertStore(folder, self.manifest)

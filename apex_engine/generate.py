@@ -19,6 +19,7 @@ from apex_engine.command import console, first_line, human, parse_device, quiete
 from apex_engine.config import Config
 from apex_engine.hook import load, read_config
 from apex_engine.plan import Plan, kv_bytes, make_plan
+from apex_engine.thresholds import resolve
 from apex_engine.vocabulary import ApexError, Precision
 
 ADAPTIVE = (
@@ -83,9 +84,12 @@ def main() -> None:
     dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
     dense = manifest.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
     kv = kv_bytes(model_config, context, dtype.itemsize)
-    plan = make_plan(config, manifest, dense, kv)
+    thresholds = resolve(config, folder, manifest)
+    plan = make_plan(config, manifest, dense, kv, thresholds.calibrated)
     if args.stats == "table":
         show_plan(plan, config, kv)
+        if config.mode != "exact":
+            say(f"thresholds: {thresholds.origin}")
     if args.stats != "json" and config.mode == "adaptive":
         say(ADAPTIVE)
 

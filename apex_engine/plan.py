@@ -13,7 +13,8 @@ from apex_engine.config import Config, parse_memory
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.vocabulary import ApexError, Precision
 
-AUTO_LOW_SHARE = 0.05  # measured: docs/runtime.md
+# Of "auto": without a calibration and with one, by which more is served LOW. Measured: docs/runtime.md
+AUTO_LOW_SHARE = {False: 0.05, True: 0.1}
 LEAST_HOST_SLOTS = 4  # as many as there are workers, each of which may be filling one
 
 
@@ -41,8 +42,15 @@ class Plan:
         return bool(self.host_slots) and min(self.host_slots.values()) == self.experts
 
 
-def make_plan(config: Config, manifest: Manifest, dense_bytes: int | None = None, kv: int | None = 0) -> Plan:
-    """`dense_bytes`, `kv`: of the model as it is computed, for `device_memory`; `kv` None where it is not known.
+def make_plan(
+    config: Config,
+    manifest: Manifest,
+    dense_bytes: int | None = None,
+    kv: int | None = 0,
+    calibrated: bool = False,
+) -> Plan:
+    """`dense_bytes`, `kv`: of the model as it is computed, for `device_memory`; `kv` None where it is not known. `calibrated`:
+    whether the thresholds are.
 
     Raises ApexError, with the number needed, where the budget does not hold one slot of each twin the mode uses.
     """
@@ -69,7 +77,7 @@ def make_plan(config: Config, manifest: Manifest, dense_bytes: int | None = None
         )
     low = 0
     if Precision.LOW in used:
-        share = {"auto": AUTO_LOW_SHARE, "floor": 1.0}.get(str(config.low_share), config.low_share)
+        share = {"auto": AUTO_LOW_SHARE[calibrated], "floor": 1.0}.get(str(config.low_share), config.low_share)
         low = total if floor else min(total, max(1, int(budget * float(share)) // stride[Precision.LOW]))
         low = min(low, (budget - stride[Precision.HIGH]) // stride[Precision.LOW])
     high = min(total, (budget - low * stride[Precision.LOW]) // stride[Precision.HIGH])

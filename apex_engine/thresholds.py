@@ -42,6 +42,10 @@ class Thresholds:
     t2: tuple[float, ...]
     origin: str
 
+    @property
+    def calibrated(self) -> bool:
+        return self.origin.startswith("calibrated")
+
     @classmethod
     def uniform(cls, layers: int, t1: float, t2: float, first_t1: float, origin: str) -> Thresholds:
         """The same everywhere, but for a first layer that is spared (unless `t1` is negative, which asks for LOW throughout)."""

@@ -21,6 +21,8 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 import apex_engine
+from apex_engine.calibrate import Limit, Settings
+from apex_engine.calibrate import calibrate as calibrate_thresholds
 from apex_engine.command import console, run, say
 from apex_engine.config import Config
 from apex_engine.engine import Engine
@@ -31,6 +33,7 @@ from apex_engine.ledger import TWINS
 from apex_engine.loader import BLOCK, WORKERS
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
+from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
@@ -46,7 +49,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "floor": {"low_share": "floor"},
     "floor, upgrades async": {"low_share": "floor", "upgrade": "async"},
     "exact, prefetch": {"mode": "exact"},
+    "default, calibrated": {},
 }
+CALIBRATED = "default, calibrated"  # on gptq twins, for the KL that is the default limit of a calibration
 SPEEDS = (10, 3, 1, 0.3, 0.1)  # of the link, in the sweep
 PROMPTS = (16, 512)
 
@@ -116,7 +121,10 @@ def benchmark(scratch: Path, args: argparse.Namespace) -> dict[str, Any]:
         result["prompts"] = prompts(scratch / "apex", tokenizer, source, args)
     else:
         options = {name: {**STEPS[name], "link": text} for name in args.steps}
-        runs = measure(scratch / "apex", options, texts, truth, args)
+        folders = dict.fromkeys(options, scratch / "apex")
+        if CALIBRATED in options:
+            folders[CALIBRATED] = calibrated_twins(source, scratch)
+        runs = measure(folders, options, texts, truth, args)
         result["runs"] = {name: summary(run, link["bytes_per_second"]) for name, run in runs.items()}
     return result
 
@@ -134,11 +142,21 @@ def calibrate(folder: Path, texts: Tensor, args: argparse.Namespace) -> dict[str
     return {"bytes_per_second": rate, "compute_seconds": compute, "bytes": nbytes}
 
 
+def calibrated_twins(source: Path, scratch: Path) -> Path:
+    """Twins made with what a calibration recorded, calibrated themselves."""
+    for name in ("plain", "better"):
+        moments = Moments(scratch / "plain") if name == "better" else None
+        options = Options(low_method="gptq", importance=moments.identity) if moments else Options()
+        convert("tiny", Source(source), scratch / name, options, lambda n: None, moments)
+        calibrate_thresholds(scratch / name, Limit("kl", 0.02), Settings())
+    return scratch / "better"
+
+
 def measure(
-    folder: Path, options: dict[str, dict[str, Any]], texts: Tensor, truth: Tensor, args: argparse.Namespace
+    folders: dict[str, Path], options: dict[str, dict[str, Any]], texts: Tensor, truth: Tensor, args: argparse.Namespace
 ) -> dict[str, Run]:
     """Every configuration on every text, in turns; each keeps its experts from text to text."""
-    models = {name: load(folder, args, **some) for name, some in options.items()}
+    models = {name: load(folders[name], args, **some) for name, some in options.items()}
     runs = {name: Run() for name in models}
     order = list(models)
     for i, row in enumerate(track(texts, "decoding", console=console)):
@@ -187,7 +205,7 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         rho: (Trace(shape, 512, 0).lru_hit_rate(int(rho * shape.chosen)), published)
         for rho, published in shape.published_lru.items()
     }
-    runs = {name: Run() for name in args.steps}
+    runs = {name: Run() for name in args.steps if name != CALIBRATED}  # random experts have no KL
     for seed in track(range(args.repeats), "decoding", console=console):
         trace = Trace(shape, total, seed)
         for name, each in runs.items():
@@ -270,7 +288,7 @@ def sweep(folder: Path, texts: Tensor, truth: Tensor, rate: float, args: argpars
         link = f"{rate * speed:.0f}B/s,20us"
         for mode in ("adaptive", "exact"):
             both = {"with": {"mode": mode, "link": link}, "without": {"mode": mode, "link": link, "prefetch": 0}}
-            runs = measure(folder, both, texts, truth, args)
+            runs = measure(dict.fromkeys(both, folder), both, texts, truth, args)
             ratios = [b / a for a, b in zip(runs["with"].decode, runs["without"].decode, strict=True)]
             rows.append({"speed": speed, "mode": mode, "gain": statistics.median(ratios)})
             say(f"link x{speed:g}, {mode}: prefetch gives {rows[-1]['gain']:.3f}x")

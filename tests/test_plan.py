@@ -69,6 +69,12 @@ def test_too_small_is_refused_with_the_number_that_works(mode):
         make_plan(Config(mode=mode, memory=least - 1), manifest)
 
 
+def test_a_calibration_gives_low_twins_more_room():
+    manifest = a_manifest(4, 64)
+    more = make_plan(Config(memory="50%"), manifest, calibrated=True)
+    assert more == make_plan(Config(memory="50%", low_share=0.1), manifest) != make_plan(Config(memory="50%"), manifest)
+
+
 def test_all_low_twins_resident_can_be_asked_for():
     manifest = a_manifest(4, 8)
     plan = make_plan(Config(memory="50%", low_share=1.0), manifest)
