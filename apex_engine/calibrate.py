@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
@@ -32,40 +32,26 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
 from apex_engine.arguments import open_checkpoint, read_tokenizer
-from apex_engine.cache import Pool
 from apex_engine.command import console, human, parse_device, quieten, run, say
 from apex_engine.config import Config, parse_memory
-from apex_engine.dispatch import Use
-from apex_engine.engine import Engine, Job
-from apex_engine.eval.perplexity import Comparison, judge, window_logits
+from apex_engine.engine import Engine
 from apex_engine.eval.texts import read_text, token_ids, windows
 from apex_engine.hook import load
-from apex_engine.kernels.layout import MATRICES
-from apex_engine.kernels.reference import Views, expert_ffn, matrix_linear
 from apex_engine.plan import free_memory
 from apex_engine.quantize.checkpoint import Manifest, atomic_file
-from apex_engine.quantize.moments import LEAST_TOKENS, MOMENTS, accumulate, block_size, write_moments
-from apex_engine.scorer import scores
-from apex_engine.store import ExpertStore
+from apex_engine.quantize.moments import LEAST_TOKENS, MOMENTS, write_moments
+from apex_engine.recorder import Recorder
+from apex_engine.search import CURVE, SEARCH_ROUNDS, Advance, Limit, Trials, search, sensitivities
 from apex_engine.thresholds import (
-    BINS,
     CALIBRATION,
     CALIBRATION_VERSION,
-    Profile,
-    Thresholds,
-    bin_of,
-    cheapest,
     quantiles,
     twins_of,
 )
-from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from apex_engine.vocabulary import ApexError
 
-CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the limit: points of the trade-off, beside those of the search
-SEARCH_ROUNDS = 4
-CLOSE_ENOUGH = 0.9  # of the limit
 TRIAL_WINDOWS = 16  # that thresholds are tried on
 MOST_LOGITS = 1 << 30  # bytes of the reference's predictions that are kept
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -89,128 +75,6 @@ class Settings:
             raise ApexError(f"--length {self.length}: at least 2")
         if self.tokens < 2 * self.length:
             raise ApexError(f"--tokens {self.tokens}: at least two windows of --length {self.length} are needed")
-
-
-@dataclass(frozen=True)
-class Limit:
-    """What the thresholds may cost: "kl" in nats a token, or "perplexity" as a relative rise."""
-
-    kind: str
-    value: float
-
-    def of(self, found: Comparison) -> float:
-        return found.kl.mean().item() if self.kind == "kl" else found.change
-
-    def __str__(self) -> str:
-        return f"KL <= {self.value:g}" if self.kind == "kl" else f"perplexity +{self.value:.2%}"
-
-
-class Recorder:
-    """Watches an exact pass: second moments of every expert's inputs, and how far its LOW twin's output is from its HIGH's.
-
-    What is measured is weighted by the gate, as the outputs themselves are.
-    """
-
-    def __init__(self, folder: Path, manifest: Manifest, block: int) -> None:
-        self._store = ExpertStore(folder, manifest)
-        self._layouts = manifest.high, manifest.low
-        self._buffer = Pool(manifest.low, 1, torch.device("cpu")).memory[0]
-        self._manifest = manifest
-        layers, experts = len(manifest.layers), manifest.experts
-        self.moments = [
-            {m: torch.zeros(shape) for m, shape in self.shapes(manifest, block).items()} for _ in range(layers)
-        ]
-        self.tokens = np.zeros((layers, experts), np.int64)
-        self.errors = np.zeros((layers, experts, 2))  # squared: of the LOW twin, of leaving the expert out
-        self._sums = {name: np.zeros((layers, 1 + BINS)) for name in ("calls", "mass", "low_error", "skip_error")}
-        self._seen = 0  # tokens, counted at the first layer
-        self._step: tuple[Job, np.ndarray, np.ndarray] | None = None
-
-    @staticmethod
-    def shapes(manifest: Manifest, block: int) -> dict[str, tuple[int, ...]]:
-        """Of one layer's moments, `[E, K / B, B, B]`."""
-        columns = {matrix: manifest.low.shape.matrix(matrix)[1] for matrix in MATRICES}
-        sizes = {m: block_size(k, block, manifest.low.format(m).group) for m, k in columns.items()}
-        return {
-            matrix: (manifest.experts, k // sizes[matrix], sizes[matrix], sizes[matrix])
-            for matrix, k in columns.items()
-        }
-
-    def __call__(self, job: Job, use: Use, views: Views) -> None:
-        bins, mass = self._of_step(job)
-        layer, expert = job.layer, use.expert
-        choices = job.out.shape[1]
-        x = job.x[torch.from_numpy(use.tokens).to(job.x.device)].float()
-        gates = job.gates[torch.from_numpy(use.tokens * choices + use.choices).to(job.x.device)]
-        high, low = self._layouts
-        inner = job.activation.apply(matrix_linear(x, views, "up", high))
-        exact = matrix_linear(inner, views, "down", high)
-        other = expert_ffn(x, self._low_views(ExpertId(layer, expert), job.x.device), low, job.activation.apply)
-        if job.activation.finish:
-            exact, other = job.activation.finish(exact), job.activation.finish(other)
-        for matrix, inputs in (("up", x), ("down", inner)):
-            accumulate(self.moments[layer][matrix][expert], inputs.cpu(), gates.cpu())
-        squares = [(gates.square() * part.square().sum(1)).double().cpu().numpy() for part in (exact - other, exact)]
-        where = bins[use.tokens, use.choices]
-        for name, values in (
-            ("calls", np.ones(len(where))),
-            ("mass", mass[use.tokens, use.choices]),
-            ("low_error", squares[0]),
-            ("skip_error", squares[1]),
-        ):
-            np.add.at(self._sums[name][layer], where, values)
-        self.tokens[layer, expert] += len(where)
-        self.errors[layer, expert] += [values.sum() for values in squares]
-
-    def _of_step(self, job: Job) -> tuple[np.ndarray, np.ndarray]:
-        """Bin of the score and share of the gate mass of each pair `[T, K]`: the same for all uses of a step."""
-        if self._step is None or self._step[0] is not job:
-            gates = job.gates.view(job.out.shape[:2]).cpu().numpy()
-            magnitude = np.abs(gates).astype(np.float64)
-            mass = magnitude / np.maximum(magnitude.sum(1, keepdims=True), np.finfo(np.float64).tiny)
-            self._step = job, bin_of(scores(gates)), mass
-            self._seen += len(gates) if job.layer == 0 else 0
-        return self._step[1:]
-
-    def _low_views(self, expert: ExpertId, device: torch.device) -> Views:
-        self._store.read(expert, Precision.LOW, self._buffer)
-        self._store.verify(expert, Precision.LOW, self._buffer)
-        return self._manifest.low.views(self._buffer.to(device))
-
-    def profile(self) -> Profile:
-        return Profile(**{name: sums / max(self._seen, 1) for name, sums in self._sums.items()})
-
-    def tensors(self) -> dict[str, Tensor]:
-        """As `write_moments` wants them."""
-        found: dict[str, Tensor] = {}
-        for entry, moments, tokens in zip(self._manifest.layers, self.moments, self.tokens, strict=True):
-            found |= {f"{entry.number}.{matrix}": sums for matrix, sums in moments.items()}
-            found[f"{entry.number}.tokens"] = torch.from_numpy(tokens.copy())
-        return found
-
-    def close(self) -> None:
-        self._store.close()
-
-
-class Trials:
-    """Measures thresholds: `deterministic` predictions against the exact ones on the same windows."""
-
-    def __init__(self, model: PreTrainedModel, rows: Tensor, batch: int) -> None:
-        self._model, self._engine, self._rows, self._batch = model, model.apex, rows, batch
-        self._truth = [window_logits(model, some).cpu() for some in rows.split(batch)]
-
-    def measure(self, thresholds: Thresholds, advance: Advance = lambda n: None) -> tuple[Comparison, dict[str, Any]]:
-        """The comparison, and the engine's ledger of it."""
-        self._engine.decide("deterministic", thresholds)
-        self._engine.reset_stats()
-        parts = []
-        for some, truth in zip(self._rows.split(self._batch), self._truth, strict=True):
-            parts.append(judge(some, truth, window_logits(self._model, some)))
-            advance(len(some))
-        return Comparison.joined(parts), self._engine.stats()
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def sample(model: PreTrainedModel, count: int, length: int, seed: int, advance: Advance) -> Tensor:
@@ -261,63 +125,6 @@ def record(model: PreTrainedModel, folder: Path, rows: Tensor, settings: Setting
         engine.observe = None
         recorder.close()
     return recorder
-
-
-def sensitivities(trials: Trials, profile: Profile, advance: Advance) -> np.ndarray:
-    """KL by damage of each layer, `[L]`: measured with all of a layer's experts LOW, and those of no other."""
-    layers = len(profile.calls)
-    result = np.zeros(layers)
-    for layer in range(layers):
-        t1 = tuple(-1.0 if i == layer else 1.0 for i in range(layers))
-        found, _ = trials.measure(Thresholds(t1, (1.0,) * layers, ""), advance)
-        result[layer] = max(found.kl.mean().item(), 0.0) / profile.low_error[layer].sum()
-    return result
-
-
-def search(
-    trials: Trials, profile: Profile, sensitivity: np.ndarray, manifest: Manifest, limit: Limit, advance: Advance
-) -> tuple[Thresholds, dict[str, Any], list[dict[str, Any]]]:
-    """The thresholds that save most within the limit, their point of the curve, and the whole curve, by rising KL."""
-    points: list[tuple[float, Thresholds, dict[str, Any]]] = []
-    correction = 1.0  # of the limit, to the KL that is estimated: layers do not quite add up
-
-    def attempt(goal: float) -> float:
-        """Thresholds estimated to reach `goal`, measured: the share of `goal` that came out."""
-        thresholds, _ = cheapest(profile, sensitivity, manifest.high.stride, manifest.low.stride, goal * correction)
-        found, stats = trials.measure(thresholds, advance)
-        reached = limit.of(found)
-        calls, mass = stats["share_of_calls"], stats["share_of_gate_mass"]
-        point = {
-            **found.summary(),
-            "share_low": calls["low"],
-            "share_skip": calls["skip"],
-            "gate_mass_low": mass["low"],
-            "gate_mass_skip": mass["skip"],
-            "t1": list(thresholds.t1),
-            "t2": list(thresholds.t2),
-        }
-        points.append((reached, thresholds, point))
-        return reached / goal
-
-    for _ in range(SEARCH_ROUNDS):
-        share = attempt(limit.value)
-        if CLOSE_ENOUGH <= share <= 1.0:
-            break
-        correction *= min(max((1 + CLOSE_ENOUGH) / 2 / max(share, 1e-3), 0.2), 5.0)
-    for times in CURVE:
-        if times != 1.0:
-            attempt(limit.value * times)
-    met = [entry for entry in points if entry[0] <= limit.value]
-    if not met:
-        raise ApexError(f"no thresholds meet {limit} with these twins: allow more, or make better LOW twins")
-    best = max(met, key=lambda entry: saved_share(entry[2], manifest))
-    curve = sorted((point for *_, point in points), key=lambda point: point["kl"])
-    return best[1], best[2], curve
-
-
-def saved_share(point: dict[str, Any], manifest: Manifest) -> float:
-    """Of the bytes of all HIGH twins, if nothing is resident."""
-    return point["share_low"] * (1 - manifest.low.stride / manifest.high.stride) + point["share_skip"]
 
 
 def calibrate(folder: Path, limit: Limit, settings: Settings) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging as transformers_logging
 
 import apex_engine
-from apex_engine.calibrate import Limit, Settings
+from apex_engine.calibrate import Settings
 from apex_engine.calibrate import calibrate as calibrate_thresholds
 from apex_engine.command import console, run, say
 from apex_engine.config import Config
@@ -35,6 +35,7 @@ from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import Source, resolve
+from apex_engine.search import Limit
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store

@@ -7,7 +7,7 @@ from conftest import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.calibrate import Limit, Recorder, Settings, calibrate, main, record, sample
+from apex_engine.calibrate import Settings, calibrate, main, record, sample
 from apex_engine.eval.perplexity import judge, window_logits
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
@@ -15,7 +15,9 @@ from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.moments import MOMENTS, Moments, accumulate, block_size, write_moments
 from apex_engine.quantize.source import Source
+from apex_engine.recorder import Recorder
 from apex_engine.scorer import wanted
+from apex_engine.search import Limit
 from apex_engine.thresholds import CALIBRATION, read_calibration
 from apex_engine.vocabulary import ApexError
 from models import save_model
