@@ -50,6 +50,7 @@ from apex_engine.thresholds import (
 )
 from apex_engine.vocabulary import ApexError
 
+MAX_KL = 0.01  # nats a token; twice that costs the bundled model a point of accuracy (docs/delta-report.md)
 TRIAL_WINDOWS = 16  # that thresholds are tried on
 MOST_LOGITS = 1 << 30  # bytes of the reference's predictions that are kept
 
@@ -280,7 +281,7 @@ def parser() -> argparse.ArgumentParser:
     )
     limit = p.add_mutually_exclusive_group()
     limit.add_argument(
-        "--max-kl", type=float, metavar="NATS", help="limit of the mean KL divergence a token; default: 0.02"
+        "--max-kl", type=float, metavar="NATS", help=f"limit of the mean KL divergence a token; default: {MAX_KL:g}"
     )
     limit.add_argument("--max-drop", metavar="SHARE", help="instead: how much the perplexity may rise, such as 0.5%%")
     p.add_argument("--tokens", type=int, default=default.tokens, help="of text; default: %(default)s")
@@ -324,7 +325,7 @@ def main() -> None:
 
 def _limit(args: argparse.Namespace) -> Limit:
     if args.max_drop is None:
-        value = 0.02 if args.max_kl is None else args.max_kl
+        value = MAX_KL if args.max_kl is None else args.max_kl
         kind = "kl"
     else:
         kind = "perplexity"

@@ -50,9 +50,9 @@ STEPS: dict[str, dict[str, Any]] = {
     "floor": {"low_share": "floor"},
     "floor, upgrades async": {"low_share": "floor", "upgrade": "async"},
     "exact, prefetch": {"mode": "exact"},
-    "default, calibrated": {},
+    "default, gptq twins calibrated for KL .02": {},
 }
-CALIBRATED = "default, calibrated"  # on gptq twins, for the KL that is the default limit of a calibration
+CALIBRATED = list(STEPS)[-1]
 SPEEDS = (10, 3, 1, 0.3, 0.1)  # of the link, in the sweep
 PROMPTS = (16, 512)
 
