@@ -26,13 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
 from apex_engine.arguments import open_checkpoint, read_tokenizer
-from apex_engine.command import console, human, parse_device, quieten, run, say
+from apex_engine.command import console, human, parse_device, progress_bar, quieten, run, say
 from apex_engine.config import Config, parse_memory
 from apex_engine.engine import Engine
 from apex_engine.eval.texts import read_text, token_ids, windows
@@ -197,15 +196,7 @@ def _windows(model: PreTrainedModel, folder: Path, text: str | None, settings: S
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Advance]:
-    columns = [
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    ]
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(what) as bar:
         task = bar.add_task("", total=total)
         yield lambda n: bar.advance(task, n)
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging as transformers_logging
 
 from apex_engine.vocabulary import ApexError
@@ -34,6 +35,19 @@ def run(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(0)
+
+
+def progress_bar(what: str) -> Progress:
+    """A bar on stderr with counts and times, not started and without a task."""
+    columns = [
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+    ]
+    return Progress(*columns, console=console)
 
 
 def say(text: str) -> None:

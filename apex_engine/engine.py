@@ -225,6 +225,8 @@ class Engine:
                 if coming or ready:  # it failed
                     loader.forget(coming)
                     loader.release([(p, slot) for p, served in ready.items() for _, slot in served])
+            if len(job.sizes) == 1:
+                return out.sum(1).to(x.dtype)
             return torch.cat([part.sum(1) for part in out.split(job.sizes)]).to(x.dtype)
 
     def _serve(

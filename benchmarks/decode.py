@@ -18,12 +18,11 @@ from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache
-from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.calibrate import Settings
 from apex_engine.calibrate import calibrate as calibrate_thresholds
-from apex_engine.command import console, run, say
+from apex_engine.command import console, quieten, run, say
 from apex_engine.config import Config
 from apex_engine.engine import Engine
 from apex_engine.eval.machine import machine
@@ -94,8 +93,7 @@ def main() -> None:
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a token there (.svg, .png)")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
     args = p.parse_args()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quieten()
     with tempfile.TemporaryDirectory(dir=args.folder if args.synthetic else None) as scratch:
         result = (synthetic if args.synthetic else benchmark)(Path(scratch), args)
     print(json.dumps(result, indent=1) if args.json else markdown(result))

@@ -15,11 +15,10 @@ import torch
 from rich.progress import track
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.calibrate import Settings, calibrate
-from apex_engine.command import console, run
+from apex_engine.command import console, quieten, run
 from apex_engine.eval.machine import machine
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
@@ -63,8 +62,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=7, help="interleaved timings of each; default: %(default)s")
     p.add_argument("-o", "--output", type=Path, help="write the Markdown there instead of to stdout")
     args = p.parse_args()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quieten()
     with tempfile.TemporaryDirectory() as scratch:
         text = report(Path(scratch), args)
     if args.output:

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 import apex_engine
-from apex_engine.command import run, say
+from apex_engine.command import quieten, run, say
 from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.pick import pick
@@ -44,8 +43,7 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ApexError("torch sees no CUDA device here: run it on a machine that has one")
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    quieten()
     start = time.perf_counter()
     result: dict[str, Any] = {"machine": machine(device), "device": args.device}
     if device.type == "cuda":

@@ -17,7 +17,7 @@ from apex_engine.command import parse_device, run
 from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat, dequantize
 from apex_engine.quantize.methods import encode
-from apex_engine.quantize.moments import DAMPING, MatrixMoments, accumulate, block_size
+from apex_engine.quantize.moments import MatrixMoments, accumulate, block_size, damp
 
 SHAPES = {
     "Mixtral up": (1024, 4096),
@@ -74,9 +74,7 @@ def inputs(columns: int, device: torch.device) -> tuple[Tensor, MatrixMoments]:
     size = block_size(columns, BLOCK, GROUP)
     sums = torch.zeros(columns // size, size, size, device=device)
     accumulate(sums, x, torch.ones(count, device=device))
-    diagonal = sums.diagonal(dim1=1, dim2=2)
-    diagonal += DAMPING * diagonal.mean()
-    return x, MatrixMoments(sums, count)
+    return x, MatrixMoments(damp(sums), count)
 
 
 def decoded(fields: dict[str, Tensor], rows: int, columns: int) -> Tensor:

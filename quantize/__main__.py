@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from apex_engine.command import console, human, parse_device, run, say
+from apex_engine.command import console, human, parse_device, progress_bar, run, say
 from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.packing import GROUP_SIZES
 from apex_engine.quantize.checkpoint import Manifest, verify
@@ -101,15 +100,7 @@ def quantize(
     if (folder / JOURNAL).is_file():
         say(f"going on with the unfinished conversion in {folder}")
     total = sum(layer.experts for layer in source.layers)
-    columns = [
-        TextColumn("quantizing experts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-    ]
-    bar = Progress(*columns, console=console)
+    bar = progress_bar("quantizing experts")
     task = bar.add_task("", total=total)
 
     def advance(experts: int) -> None:

@@ -73,9 +73,15 @@ class Moments:
             raise ApexError(
                 f"{self.path} says nothing of layer {layer}, expert {expert} ({error}): calibrate again"
             ) from None
-        diagonal = blocks.diagonal(dim1=1, dim2=2)
-        diagonal += DAMPING * diagonal.mean()
-        return MatrixMoments(blocks, tokens) if diagonal.min() > 0 else None
+        found = MatrixMoments(damp(blocks), tokens)
+        return found if found.diagonal.min() > 0 else None
+
+
+def damp(blocks: Tensor) -> Tensor:
+    """`blocks` `[K / B, B, B]` themselves, DAMPING of the mean of their diagonal added to it."""
+    diagonal = blocks.diagonal(dim1=1, dim2=2)
+    diagonal += DAMPING * diagonal.mean()
+    return blocks
 
 
 def block_size(columns: int, most: int, group: int) -> int:
