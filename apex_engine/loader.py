@@ -28,15 +28,12 @@ from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
 WORKERS = 4
-PREFETCHES = 2  # blocks of prefetches on their way at a time: what a demand may have to wait for
 BLOCK = 1 << 20  # most bytes of a block; a multiple of the alignment of direct reads
-BLOCKS = 4  # a twin is at least so many, as long as they are not tiny
-LEAST_BLOCK = 128 << 10
-
-
-def block_bytes(stride: int) -> int:
-    """Bytes of a block of a twin of `stride` bytes; the last one may be shorter."""
-    return min(stride, BLOCK, max(LEAST_BLOCK, -(-stride // BLOCKS // 4096) * 4096))
+BLOCKS = 4  # a demand is at least so many, as long as they are not tiny: taking one costs about 0.1 ms
+LEAST_BLOCK = 256 << 10
+PREFETCHES = 2  # blocks of prefetches on their way at a time: what a demand may have to wait for
+EARLY_SECONDS = 1e-3  # that one of them should take
+LEAST_EARLY = 32 << 10
 
 
 class Load:
@@ -44,8 +41,7 @@ class Load:
 
     def __init__(self, expert: ExpertId, precision: Precision, now: int, stride: int, share: int | None) -> None:
         self.expert, self.precision, self.now, self.share = expert, precision, now, share
-        size = block_bytes(stride)
-        self.todo = [(start, min(start + size, stride)) for start in range(0, stride, size)][::-1]
+        self.taken, self.size = 0, stride  # bytes of it that are there or on their way; in all
         self.demand = False
         self.slot: int | None = None
         self.host: int | None = None  # its slot in the host tier
@@ -123,10 +119,11 @@ class Loader:
                 self._prefetches.remove(load)
         if not load.demand:
             load.demand, load.dropped = True, False
-            if load.todo and load.error is None:
+            if load.taken < load.size and load.error is None:
                 self._demands.append(load)
+                blocks = -(-(load.size - load.taken) // _block(load.size))
                 # one block is the caller's own, as soon as it waits
-                self._work.notify(len(load.todo) - 1 if load is self._demands[0] else len(load.todo))
+                self._work.notify(blocks - 1 if load is self._demands[0] else blocks)
         load.waiters += 1
         return load
 
@@ -143,7 +140,7 @@ class Loader:
             load = self._new(expert, precision, now, None)
             self._prefetches.append(load)
             self._work.notify()
-        return sum(stop - start for start, stop in load.todo)
+        return load.size - load.taken
 
     def drop(self, layer: int) -> None:
         """Layer `layer` has got what it wants: give up what was fetched for it and nobody waits for. Lock held."""
@@ -192,6 +189,10 @@ class Loader:
                     self._free_after[precision, slot] = torch.cuda.current_stream(self._stream.device).record_event()
             if self._demands:  # one may have waited for a slot
                 self._work.notify_all()
+
+    def early_block(self) -> int:
+        """Bytes of a block of a prefetch: what comes in a moment, so that a demand which it is in the way of waits no longer."""
+        return min(BLOCK, max(LEAST_EARLY, int(self.rate * EARLY_SECONDS) // 4096 * 4096))
 
     def busy_seconds(self) -> float:
         """Seconds so far in which something was on its way."""
@@ -244,8 +245,9 @@ class Loader:
         return None
 
     def _take(self, load: Load, queue: list[Load]) -> Block:
-        start, stop = load.todo.pop()
-        if not load.todo:
+        start, size = load.taken, _block(load.size) if load.demand else self.early_block()
+        load.taken = stop = min(start + size, load.size)
+        if stop == load.size:
             queue.remove(load)
         load.running += 1
         self._prefetching += not load.demand
@@ -339,7 +341,7 @@ class Loader:
             self._account(block)
             load.running -= 1
             self._failed(load, error)
-            complete = not (load.running or load.todo or load.error or load.dropped)
+            complete = not (load.running or load.taken < load.size or load.error or load.dropped)
             if not complete:
                 if not load.running and (load.error or load.dropped):
                     self._end(load)
@@ -408,3 +410,8 @@ class Loader:
             self._store.verify(load.expert, load.precision, self._cache.pools[load.precision].memory[load.slot])
         elif not load.from_host:
             self._store.verify(load.expert, load.precision, self._host.pools[load.precision].memory[load.host])
+
+
+def _block(size: int) -> int:
+    """Bytes of a block of a demand of `size` bytes; the last one may be shorter."""
+    return min(size, BLOCK, max(LEAST_BLOCK, -(-size // BLOCKS // 4096) * 4096))

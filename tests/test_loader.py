@@ -13,7 +13,7 @@ from apex_engine.cache import ExpertCache
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.ledger import Ledger
 from apex_engine.link import Link
-from apex_engine.loader import Load, Loader
+from apex_engine.loader import LEAST_BLOCK, LEAST_EARLY, Load, Loader
 from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
@@ -24,7 +24,7 @@ LAYOUTS = {
     LOW: Layout(SHAPE, MatrixFormat("int2", 64), MatrixFormat("int2", 64)),
 }
 LAYERS, EXPERTS = 4, 8
-BLOCKS = len(Load(ExpertId(0, 0), HIGH, 0, LAYOUTS[HIGH].stride, None).todo)
+BLOCKS = -(-LAYOUTS[HIGH].stride // LEAST_BLOCK)  # of a demand
 
 
 def stamp(expert, precision):
@@ -140,7 +140,8 @@ def test_one_load_however_many_ask(make):
     assert loads[0] is loads[1] is loads[2]
     for load in loads:
         assert loader.arrived([load]) == [load]
-    assert len(store.blocks) == BLOCKS and cache.pools[HIGH].pins[loads[0].slot] == 3
+    assert len({start for _, _, start in store.blocks}) == len(store.blocks)
+    assert loader.ledger.bytes_read[HIGH] == LAYOUTS[HIGH].stride and cache.pools[HIGH].pins[loads[0].slot] == 3
     loader.release([(HIGH, loads[0].slot)] * 3)
     cache.check_integrity()
 
@@ -240,7 +241,7 @@ def test_a_dropped_prefetch_that_is_wanted_after_all(make):
     load = acquire(loader, ExpertId(1, 0))
     gate.set()
     (there,) = loader.arrived([load])
-    assert len(store.blocks) == BLOCKS
+    assert [start for _, _, start in store.blocks] == [0, *range(LEAST_EARLY, LAYOUTS[HIGH].stride, LEAST_BLOCK)]
     assert (cache.pools[HIGH].memory[there.slot] == stamp(ExpertId(1, 0), HIGH)).all()
 
 
