@@ -22,6 +22,7 @@
 #define TILE 32  /* rows that a thread takes at once */
 #define AHEAD 2048 /* bytes to prefetch ahead: rows are too short for the processor to see the pattern */
 #define PAIRS 64 /* (token, expert) pairs in the works at once */
+#define ALONE 250000 /* products up to which one thread does all: to wake another takes longer, beside loads many times so */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -611,7 +612,7 @@ static void swiglu_experts(struct work *work, const float *x, const float *gates
         b->up = part(up, &first, b->at, b->T);
         b->down = part(down, &second, b->at, b->T);
     }
-#pragma omp parallel
+#pragma omp parallel if (work->pairs * (up->N + I) * H > ALONE)
     {
         float a[TOKENS * TILE], c[TOKENS * TILE];
 #pragma omp for schedule(static)
