@@ -62,7 +62,7 @@ class Config:
     upgrade: str = "wait"
     policy: str = "next-use"
     admission: str = "stream"
-    prefetch: int = 2
+    prefetch: int = 1
     correct_norm: bool = True
     link: str | None = None
     kernels: str = "auto"

@@ -42,8 +42,8 @@ from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 STEPS: dict[str, dict[str, Any]] = {
     "on-demand": {"system": "on-demand"},
     "+ dynamic precision": {"system": "on-demand", "mode": "adaptive"},
-    "+ prefetch": {"system": "on-demand", "mode": "adaptive", "prefetch": 2},
-    "+ policy": {"system": "on-demand", "mode": "adaptive", "prefetch": 2, "policy": "lcu"},
+    "+ prefetch": {"system": "on-demand", "mode": "adaptive", "prefetch": 1},
+    "+ policy": {"system": "on-demand", "mode": "adaptive", "prefetch": 1, "policy": "lcu"},
     "+ admission = default": {},
     "apex": {"system": "apex"},
     "floor": {"low_share": "floor"},
@@ -52,6 +52,11 @@ STEPS: dict[str, dict[str, Any]] = {
     "default, gptq twins calibrated for KL .02": {},
 }
 CALIBRATED = list(STEPS)[-1]
+SIDE_BY_SIDE = (
+    ("+ dynamic precision", "on-demand"),
+    ("+ prefetch", "+ dynamic precision"),
+    ("+ admission = default", "apex"),
+)
 SPEEDS = (10, 3, 1, 0.3, 0.1)  # of the link, in the sweep
 PROMPTS = (16, 512)
 
@@ -71,7 +76,7 @@ class Run:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     p = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
     p.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), metavar="NAME", help="default: all")
     p.add_argument("--memory", default="25%", help="of all HIGH twins; default: 25%%")
@@ -86,16 +91,22 @@ def main() -> None:
         "--folder", type=Path, default=Path(tempfile.gettempdir()), help="for its experts; default: %(default)s"
     )
     p.add_argument("--repeats", type=int, default=3, help="of the synthetic runs, in turns; default: %(default)s")
+    p.add_argument("--device", default="cpu", help="for the synthetic runs; default: %(default)s")
+    p.add_argument("--host-memory", default="0", help="for the synthetic runs, between disk and device; default: none")
     p.add_argument(
         "--sweep", action="store_true", help="the default with and without prefetch at five speeds of the link"
     )
     p.add_argument("--prompts", action="store_true", help="hit rates of decoding after a short and a long prompt")
     p.add_argument("--plot", type=Path, metavar="FILE", help="draw the time of a token there (.svg, .png)")
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    args = p.parse_args()
+    return p.parse_args(arguments)
+
+
+def main() -> None:
+    args = parse()
     quieten()
     with tempfile.TemporaryDirectory(dir=args.folder if args.synthetic else None) as scratch:
-        result = (synthetic if args.synthetic else benchmark)(Path(scratch), args)
+        result = synthetic(Path(scratch), args) if args.synthetic else benchmark(Path(scratch), args)
     print(json.dumps(result, indent=1) if args.json else markdown(result))
     if args.plot and "runs" in result:
         plot(result, args.plot)
@@ -197,8 +208,10 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     shape = SHAPES[args.synthetic]
     start = time.perf_counter()
     write_store(folder, shape)
-    result: dict[str, Any] = {"machine": machine(), "shape": args.synthetic, "memory": args.memory}
-    result |= {"write_seconds": time.perf_counter() - start, "disk_bytes_per_second": disk_rate(folder)}
+    device = torch.device(args.device)
+    result: dict[str, Any] = {"machine": machine(device), "shape": args.synthetic, "memory": args.memory}
+    result |= {"host_memory": args.host_memory, "write_seconds": time.perf_counter() - start}
+    result["bytes_per_second"] = disk_rate(folder) if args.host_memory == "0" else host_rate(device)
     warm_up, total = 8, args.prompt + 8 + args.tokens
     result["lru"] = {
         rho: (Trace(shape, 512, 0).lru_hit_rate(int(rho * shape.chosen)), published)
@@ -208,11 +221,13 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     for seed in track(range(args.repeats), "decoding", console=console):
         trace = Trace(shape, total, seed)
         for name, each in runs.items():
-            engine = Engine(folder, Config.make(memory=args.memory, **STEPS[name]))
+            kernels = "triton" if device.type == "cuda" else "auto"
+            options = {"memory": args.memory, "host_memory": args.host_memory, "kernels": kernels, **STEPS[name]}
+            engine = Engine(folder, Config.make(**options))
             # Checksums are compared once a blob: in the long run that takes no time, in this short one it would.
             everything = [ExpertId(i, e) for i in range(shape.layers) for e in range(shape.experts)]
             engine._store._verified |= {(expert, twin) for expert in everything for twin in TWINS}
-            model = Model(engine, shape, trace)
+            model = Model(engine, shape, trace, device)
             begin = time.perf_counter()
             model.run(0, args.prompt, "prefill", new=True)
             each.first.append(time.perf_counter() - begin)
@@ -224,7 +239,7 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
                 model.run(token, 1, "decode", new=False)
             record(engine, time.perf_counter() - begin, args.tokens, each)
             engine.close()
-    result["runs"] = {name: summary(each, result["disk_bytes_per_second"]) for name, each in runs.items()}
+    result["runs"] = {name: summary(each, result["bytes_per_second"]) for name, each in runs.items()}
     return result
 
 
@@ -248,6 +263,18 @@ def disk_rate(folder: Path) -> float:
         done = sum(pool.map(read, [(i, start) for i in range(len(some)) for start in range(0, stride, BLOCK)]))
         rate = done / (time.perf_counter() - begin)
     return rate
+
+
+def host_rate(device: torch.device) -> float:
+    """Bytes a second of copying a large block of host memory, pinned where the device is another."""
+    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.zeros_like(source, device=device)
+    begin = time.perf_counter()
+    for _ in range(4):
+        target.copy_(source)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 4 * len(source) / (time.perf_counter() - begin)
 
 
 def record(engine: Engine, seconds: float, tokens: int, run: Run) -> None:
@@ -318,12 +345,12 @@ def markdown(result: dict[str, Any]) -> str:
         rate = result["link"]["bytes_per_second"]
         head = f"{result['texts']} texts of {result['prompt']} + {result['tokens']} tokens, link {rate / 1e6:.0f} MB/s, 20 us"
     else:
-        rate = result["disk_bytes_per_second"]
+        rate = result["bytes_per_second"]
         fits = ", ".join(f"{found:.2f} ({published:.2f}) at {rho}" for rho, (found, published) in result["lru"].items())
+        source = "the disk" if result["host_memory"] == "0" else "host memory"
         head = (
-            f"shape of {result['shape']}, experts written in {result['write_seconds']:.0f} s, disk {rate / 1e9:.2f} GB/s; LRU "
-            f"hit rate of the trace (published) by slots a layer / chosen: {fits}"
-        )
+            f"shape of {result['shape']}, experts written in {result['write_seconds']:.0f} s, {rate / 1e9:.2f} GB/s from {source}"
+        ) + (f"; LRU hit rate of the trace (published) by slots a layer / chosen: {fits}" if fits else "")
     lines = [f"Machine: {result['machine']}. {result['memory']} of all HIGH twins resident; {head}.", ""]
     if "runs" in result:
         lines += [
@@ -331,20 +358,30 @@ def markdown(result: dict[str, Any]) -> str:
             "| x bound | KL |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        base = next(iter(result["runs"].values()))["decode_seconds"]
+        base = next(iter(result["runs"]))
         for name, row in result["runs"].items():
-            ratio = statistics.median(a / b for a, b in zip(base, row["decode_seconds"], strict=True))
             lines.append(
-                f"| {name} | {row['tokens_per_second']:.1f} | {ratio:.2f} | {row['first_token_seconds']:.2f} "
+                f"| {name} | {row['tokens_per_second']:.1f} | {gain(result, name, base):.2f} | {row['first_token_seconds']:.2f} "
                 f"| {row['stall_share']:.0%} | {row['busy_while_stalled']:.0%} | {row['bytes_a_token'] / 1e6:.2f} "
                 f"| {row['hit_rate']:.0%} | {row['link_busy']:.0%} | {row['of_the_bound']:.2f} "
                 + (f"| {row['kl']:z.4f} |" if "link" in result else "| - |")
             )
+        lines += [""] + [
+            f"{name}, beside {other}: x {gain(result, name, other):.3f}"
+            for name, other in SIDE_BY_SIDE
+            if {name, other} <= result["runs"].keys()
+        ]
     for row in result.get("sweep", ()):
         lines.append(f"| {row['speed']:g} | {row['mode']} | {row['gain']:.3f} |")
     for row in result.get("prompts", ()):
         lines.append(f"| {row['admission']} | {row['mode']} | {row['prompt']} | {row['hit_rate']:.1%} |")
     return "\n".join(lines)
+
+
+def gain(result: dict[str, Any], name: str, base: str) -> float:
+    """How many times as fast as `base`: the median of the texts' ratios."""
+    times = (result["runs"][each]["decode_seconds"] for each in (base, name))
+    return statistics.median(a / b for a, b in zip(*times, strict=True))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu_check: the kernels, their speed and the main job on a CUDA device, into one JSON file.
+"""python -m benchmarks.gpu_check: kernels, main job and decoding of real shape on a CUDA device, into one JSON file.
 
 Needs torch, triton, transformers, safetensors and numpy; takes a few minutes. Exits with 1 where anything is wrong.
 """
@@ -26,6 +26,7 @@ from apex_engine.kernels.reference import Reference, Routed
 from apex_engine.quantize.convert import Options, convert, make_blob
 from apex_engine.quantize.source import Source, resolve
 from apex_engine.vocabulary import ApexError
+from benchmarks import decode
 from benchmarks.kernels import SWIGLU, benchmark
 
 FORMATS = [("int2", 64), ("int2", 16), ("int3", 64), ("int4", 64), ("int8", 0), ("bfloat16", 0), ("float16", 0)]
@@ -38,6 +39,7 @@ def main() -> None:
     p.add_argument(
         "--shapes", nargs="+", default=["mixtral", "olmoe", "demo"], help="of the benchmark; default: %(default)s"
     )
+    p.add_argument("--synthetic", default="mixtral", choices=decode.SHAPES, help="to decode; default: %(default)s")
     p.add_argument("-o", "--output", type=Path, help="write the JSON there instead of to stdout")
     args = p.parse_args()
     device = torch.device(args.device)
@@ -55,6 +57,8 @@ def main() -> None:
         result[name] = job(device)
     say("benchmark ...")
     result["benchmark"] = benchmark(args.shapes, [1, 4, 16, 128], ("torch", "triton", "native"), device)
+    say("decoding ...")
+    result["decode"] = decoding(args.synthetic, args.device)
     result["seconds"] = round(time.perf_counter() - start, 1)
     result["passed"] = not result["numerics"]["failed"] and result["main_job"]["exact_equals_transformers"]
     text = json.dumps(result, indent=1) + "\n"
@@ -139,6 +143,14 @@ def main_job(device: torch.device) -> dict[str, Any]:
             "largest_logit_difference": (logits[0] - logits[1]).abs().max().item(),
             "adaptive": adaptive.apex.stats(),
         }
+
+
+def decoding(shape: str, device: str) -> dict[str, Any]:
+    """Random experts of real shape behind the real link: all of them in host memory, a quarter of the bytes on the device."""
+    steps = ["on-demand", "+ dynamic precision", "+ prefetch", "+ admission = default", "apex"]
+    options = ["--synthetic", shape, "--device", device, "--host-memory", "100%", "--repeats", "2", "--prompt", "16"]
+    with tempfile.TemporaryDirectory() as scratch:
+        return decode.synthetic(Path(scratch), decode.parse([*options, "--tokens", "32", "--steps", *steps]))
 
 
 if __name__ == "__main__":

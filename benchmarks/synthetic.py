@@ -45,6 +45,7 @@ class Shape:
 
 SHAPES = {
     "olmoe": Shape(16, 64, 8, 2048, 1024, 0.28, 0.2, 0.9, 0.87, {1: 0.428, 2: 0.612, 4: 0.828}),
+    "demo": Shape(8, 8, 2, 192, 384, 0.15, 0.2, 0.3, 0.87, {}),
     "mixtral": Shape(4, 8, 2, 4096, 14336, 0.15, 0.2, 0.3, 0.93, {1: 0.363, 2: 0.616, 3: 0.829}),
 }
 
@@ -119,12 +120,13 @@ def _layer(shape: Shape, tokens: int, rng: np.random.Generator) -> NDArray[np.in
 class Model:
     """Goes through a trace with an engine: for each layer, four dense products in place of attention, then the experts."""
 
-    def __init__(self, engine: Any, shape: Shape, trace: Trace) -> None:
-        self.engine, self._shape, self._trace = engine, shape, trace
-        self._dense = [torch.randn(shape.hidden, shape.hidden, dtype=torch.bfloat16) for _ in range(4)]
+    def __init__(self, engine: Any, shape: Shape, trace: Trace, device: torch.device) -> None:
+        self.engine, self._shape, self._trace, self._device = engine, shape, trace, device
+        self._dense = [torch.randn(shape.hidden, shape.hidden, dtype=torch.bfloat16, device=device) for _ in range(4)]
+        self._dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self._token = 0
         engine.predictor = self
-        engine.prepare(torch.device("cpu"), torch.float32)
+        engine.prepare(device, self._dtype)
 
     ready, unknown = True, ()  # of a predictor
 
@@ -135,12 +137,14 @@ class Model:
     def run(self, start: int, tokens: int, phase: str, new: bool) -> None:
         """One pass."""
         self._token, begun = start, time.perf_counter()
-        x = torch.randn(tokens, self._shape.hidden)
+        x = torch.randn(tokens, self._shape.hidden, device=self._device, dtype=self._dtype)
         self.engine.begin_pass(phase, tokens, new)
         for layer in range(self._shape.layers):
             for weight in self._dense:
                 linear(x.bfloat16(), weight)
-            chosen = torch.from_numpy(self._trace.chosen[start : start + tokens, layer])
-            gates = torch.from_numpy(self._trace.gates[start : start + tokens, layer])
+            chosen = torch.from_numpy(self._trace.chosen[start : start + tokens, layer]).to(self._device)
+            gates = torch.from_numpy(self._trace.gates[start : start + tokens, layer]).to(self._device)
             self.engine.step(layer, x, chosen, gates, SWIGLU)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
         self.engine.end_pass(phase, tokens, time.perf_counter() - begun)
