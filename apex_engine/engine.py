@@ -31,7 +31,7 @@ from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Activation, Kernel, Routed, Views
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.link import Link
-from apex_engine.loader import Load, Loader
+from apex_engine.loader import LEAST_EARLY, PREFETCHES, Load, Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.predictor import Predictor
@@ -264,6 +264,8 @@ class Engine:
         if not predictor or not predictor.ready or self._all_resident() or self._streaming or not self._trial.on:
             return
         budget = loader.rate * self._pace.free
+        if budget < LEAST_EARLY:  # on a slow link, most of a block would be in the way of the next layer's own demands
+            return
         for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
             if self._trust[later] < LEAST_TRUST:
                 break
@@ -291,7 +293,7 @@ class Engine:
         loader: Loader,
     ) -> int:
         """Bytes that `later` is missing."""
-        missing, early = 0, loader.early_block()
+        missing = 0
         wishes = self._wishes(later, weights)
         with loader.lock:
             uses = self._dispatch(later, chosen, wishes, cache)
@@ -299,9 +301,9 @@ class Engine:
             for use in sorted(uses, key=lambda use: -mass[use.tokens, use.choices].sum()):
                 if use.precision is Precision.SKIP:
                     continue
-                # On a slow link, most of the first block would be in the way of that layer's own demands.
-                if missing < budget and min(self.plan.stride[use.precision], early) < 2 * budget:
-                    missing += loader.expect(ExpertId(later, use.expert), use.precision, layer)
+                if missing < budget:
+                    block = int(budget) // PREFETCHES
+                    missing += loader.expect(ExpertId(later, use.expert), use.precision, layer, block)
         return missing
 
     def _upgrade(self, layer: int, ids: np.ndarray, wishes: np.ndarray, loader: Loader) -> None:
@@ -434,39 +436,40 @@ class _Pace:
 
 
 class _Trial:
-    """Whether looking ahead pays on this machine and link: some tokens are decoded without it, and the mean times decide.
+    """Whether looking ahead pays on this machine and link: every so often a token is decoded the other way than those before it.
 
     Tokens differ by the bytes they were missing more than by anything else, so the link's time for those is taken off first,
-    whether a prefetch had brought them or not. Of the bundled model's tokens behind a link this leaves a deviation of 2 ms
-    of 9, and a choice by sixteen tokens is right nearly always instead of two times in three.
+    whether a prefetch had brought them or not: for the bundled model behind a link this leaves a deviation of 2 ms of 9.
     """
 
-    LEAST, MOST, EVERY = 8, 32, 16  # times to decide by, times to remember, tokens from trial to trial
+    FIRST, EVERY, MOST = 16, 16, 16  # tokens that take turns; then tokens from trial to trial; trials to decide by
 
     def __init__(self) -> None:
         self.on = True
-        self._times: dict[bool, deque[float]] = {way: deque(maxlen=self.MOST) for way in (True, False)}
+        self._gains: deque[float] = deque(maxlen=self.MOST)  # seconds that looking ahead saved
+        self._others: list[float] = []  # seconds of the tokens since the last trial
         self._tokens = self._bytes = 0
 
     def begin(self, demanded: int) -> None:
         """A token is going to be decoded; `demanded` bytes so far."""
         self._tokens += 1
         self._bytes = demanded
-        if min(map(len, self._times.values())) < self.LEAST:
-            self.on = self._tokens % 2 == 0
-        else:
-            pays = _mean(self._times[True]) <= _mean(self._times[False])
-            self.on = pays != (self._tokens % self.EVERY == 0)
+        some = len(self._gains) // 8
+        gains = sorted(self._gains)[some : len(self._gains) - some]  # without the lowest and the highest eighth
+        self.on = (sum(gains) >= 0) != self._is_trial()
 
     def end(self, seconds: float, demanded: int, rate: float) -> None:
         """It took `seconds`, and the link brings `rate` bytes a second."""
-        self._times[self.on].append(seconds - (demanded - self._bytes) / max(rate, 1.0))
+        seconds -= (demanded - self._bytes) / max(rate, 1.0)
+        if self._is_trial() and self._others:
+            gain = seconds - statistics.fmean(self._others)
+            self._gains.append(-gain if self.on else gain)
+            self._others.clear()
+        else:
+            self._others.append(seconds)
 
-
-def _mean(times: Sequence[float]) -> float:
-    """Without the lowest and the highest eighth."""
-    some = len(times) // 8
-    return statistics.fmean(sorted(times)[some : len(times) - some])
+    def _is_trial(self) -> bool:
+        return self._tokens % (2 if self._tokens <= self.FIRST else self.EVERY) == 0
 
 
 class Job(NamedTuple):

@@ -32,8 +32,7 @@ BLOCK = 1 << 20  # most bytes of a block; a multiple of the alignment of direct 
 BLOCKS = 4  # a demand is at least so many, as long as they are not tiny: taking one costs about 0.1 ms
 LEAST_BLOCK = 256 << 10
 PREFETCHES = 2  # blocks of prefetches on their way at a time: what a demand may have to wait for
-EARLY_SECONDS = 1e-3  # that one of them should take
-LEAST_EARLY = 32 << 10
+LEAST_EARLY = 32 << 10  # bytes of one of them
 
 
 class Load:
@@ -42,6 +41,7 @@ class Load:
     def __init__(self, expert: ExpertId, precision: Precision, now: int, stride: int, share: int | None) -> None:
         self.expert, self.precision, self.now, self.share = expert, precision, now, share
         self.taken, self.size = 0, stride  # bytes of it that are there or on their way; in all
+        self.block = _block(stride)
         self.demand = False
         self.slot: int | None = None
         self.host: int | None = None  # its slot in the host tier
@@ -121,15 +121,17 @@ class Loader:
             load.demand, load.dropped = True, False
             if load.taken < load.size and load.error is None:
                 self._demands.append(load)
-                blocks = -(-(load.size - load.taken) // _block(load.size))
+                load.block = _block(load.size)
+                blocks = -(-(load.size - load.taken) // load.block)
                 # one block is the caller's own, as soon as it waits
                 self._work.notify(blocks - 1 if load is self._demands[0] else blocks)
         load.waiters += 1
         return load
 
-    def expect(self, expert: ExpertId, precision: Precision, now: int) -> int:
+    def expect(self, expert: ExpertId, precision: Precision, now: int, block: int | None = None) -> int:
         """A later layer will probably use this twin: keep it, or fetch it when nobody waits. Returns the bytes still to come.
 
+        `block`: bytes that it comes by, rounded to what can be read; at each block it yields to demands. Default: as they do.
         Lock held.
         """
         if self._cache.find(expert, precision) is not None:
@@ -138,6 +140,8 @@ class Loader:
         load = self._loads.get((expert, precision))
         if load is None:
             load = self._new(expert, precision, now, None)
+            if block is not None:
+                load.block = min(BLOCK, max(LEAST_EARLY, block // 4096 * 4096))
             self._prefetches.append(load)
             self._work.notify()
         return load.size - load.taken
@@ -190,10 +194,6 @@ class Loader:
             if self._demands:  # one may have waited for a slot
                 self._work.notify_all()
 
-    def early_block(self) -> int:
-        """Bytes of a block of a prefetch: what comes in a moment, so that a demand which it is in the way of waits no longer."""
-        return min(BLOCK, max(LEAST_EARLY, int(self.rate * EARLY_SECONDS) // 4096 * 4096))
-
     def busy_seconds(self) -> float:
         """Seconds so far in which something was on its way."""
         with self.lock:
@@ -245,8 +245,8 @@ class Loader:
         return None
 
     def _take(self, load: Load, queue: list[Load]) -> Block:
-        start, size = load.taken, _block(load.size) if load.demand else self.early_block()
-        load.taken = stop = min(start + size, load.size)
+        start = load.taken
+        load.taken = stop = min(start + load.block, load.size)
         if stop == load.size:
             queue.remove(load)
         load.running += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from rich.progress import track
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
 from apex_engine.command import console, quieten, run, say
-from apex_engine.eval.pair import load_pair, read_windows
+from apex_engine.eval.pair import add_pair_options, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 from apex_engine.ledger import Ledger
 from apex_engine.vocabulary import ApexError
@@ -26,22 +25,11 @@ def parser() -> argparse.ArgumentParser:
         description="Perplexity of a text, KL(reference || engine) and the share of tokens that both find likeliest, with "
         "standard errors. The reference is exact mode of the same checkpoint, or a model through transformers.",
     )
-    p.add_argument("model", nargs="?", help="an apex checkpoint; default, and `tiny`: the bundled model")
-    p.add_argument(
-        "--text",
-        nargs="+",
-        metavar="TEXT",
-        help="files or datasets (owner/name:config:split); default: wikitext, or the held-out text of the bundled model",
-    )
-    p.add_argument("--tokens", type=int, default=16384, help="of each text; default: %(default)s")
-    p.add_argument("--length", type=int, default=256, help="tokens of a window; default: %(default)s")
+    add_pair_options(p, "--tokens", 16384)
     p.add_argument(
         "--stride",
         type=int,
         help="tokens from window to window, of each of which as many count, the last; default: as --length: no overlap",
-    )
-    p.add_argument(
-        "--reference", type=Path, metavar="FOLDER", help="a Hugging Face model; default: the checkpoint, exact"
     )
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_engine_options(p, mode="deterministic", prefetch="always 0 here", dtype="float32 on a CPU, else the model's")

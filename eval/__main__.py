@@ -25,7 +25,7 @@ from apex_engine.command import first_line, quieten, run, say
 from apex_engine.config import MODES
 from apex_engine.eval.delta import LIMIT, mean_drop, overall, task_rows
 from apex_engine.eval.machine import machine
-from apex_engine.eval.pair import Pair, load_pair, read_windows
+from apex_engine.eval.pair import Pair, add_pair_options, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 from apex_engine.eval.report import headline, write
 from apex_engine.ledger import Ledger
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         "item, and the perplexity and KL divergence of a text. Writes report.md, report.json and report.html. A run that was "
         "stopped goes on where it was.",
     )
-    p.add_argument("model", nargs="?", help="an apex checkpoint; default, and `tiny`: the bundled model")
+    add_pair_options(p, "--text-tokens", 8192)
     p.add_argument("-o", "--output", type=Path, metavar="FOLDER", help="for the report; default: ./reports/MODEL-TASKS")
     p.add_argument(
         "--modes",
@@ -55,12 +55,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODE",
         help="of the engine: deterministic, whose answers depend on the request alone; adaptive, which serves one request at a "
         "time from an empty cache; exact; default: deterministic",
-    )
-    p.add_argument(
-        "--reference",
-        type=Path,
-        metavar="FOLDER",
-        help="a Hugging Face model to compare with, through transformers; default: all HIGH twins of the same checkpoint",
     )
     tasks = p.add_argument_group("tasks (lm-eval's own options)")
     add = tasks.add_argument
@@ -76,15 +70,6 @@ def parser() -> argparse.ArgumentParser:
         help="tokens; longer requests lose their beginning; default: %(default)s",
     )
     add("--apply-chat-template", action="store_true", help="give prompts through the tokenizer's chat template")
-    text = p.add_argument_group("text")
-    text.add_argument(
-        "--text",
-        nargs="+",
-        metavar="TEXT",
-        help="files or datasets (owner/name:config:split); default: wikitext, or the held-out text of the bundled model",
-    )
-    text.add_argument("--text-tokens", type=int, default=8192, help="of each text; default: %(default)s")
-    text.add_argument("--length", type=int, default=256, help="tokens seen at once; default: %(default)s")
     add_engine_options(p, mode="see --modes", prefetch="always 0 here", dtype="float32 on a CPU, else the model's")
     return p
 

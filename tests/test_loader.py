@@ -88,7 +88,7 @@ def acquire(loader, expert, precision=HIGH, **options):
 
 def expect(loader, expert, precision=HIGH):
     with loader.lock:
-        return loader.expect(expert, precision, 0)
+        return loader.expect(expert, precision, 0, LEAST_EARLY)
 
 
 def fetch(loader, expert, precision=HIGH):
