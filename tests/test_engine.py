@@ -471,14 +471,15 @@ class TestRuntime:
 
     @pytest.mark.parametrize(("with_it", "pays"), [(0.8, True), (1.2, False)])
     def test_looking_ahead_goes_on_only_where_it_pays(self, with_it, pays):
-        """Whatever bytes a token misses: here up to five times what there is to gain."""
+        """Whatever bytes a token misses, here up to five times what there is to gain, and however busy the machine becomes."""
         trial, on, demanded, draw = _Trial(), [], 0, random.Random(0)
-        for _ in range(160):
+        for token in range(160):
             trial.begin(demanded)
             on.append(trial.on)
             missing = draw.randrange(1000)
             demanded += missing
-            trial.end((with_it if trial.on else 1.0) + missing / 1000, demanded, 1000.0)
+            compute = (with_it if trial.on else 1.0) * (1.5 if token >= 90 else 1.0)
+            trial.end(compute + missing / 1000, demanded, 1000.0)
         assert on[:16].count(True) == 8
         assert on[32:].count(pays) == 120  # and one token in sixteen tries the other way
 
