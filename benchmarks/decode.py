@@ -37,6 +37,7 @@ from apex_engine.quantize.source import Source, resolve
 from apex_engine.search import Limit
 from apex_engine.store import ExpertStore
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from benchmarks.kernels import copy_bandwidth
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 
 STEPS: dict[str, dict[str, Any]] = {
@@ -211,7 +212,7 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     device = torch.device(args.device)
     result: dict[str, Any] = {"machine": machine(device), "shape": args.synthetic, "memory": args.memory}
     result |= {"host_memory": args.host_memory, "write_seconds": time.perf_counter() - start}
-    result["bytes_per_second"] = disk_rate(folder) if args.host_memory == "0" else host_rate(device)
+    result["bytes_per_second"] = disk_rate(folder) if args.host_memory == "0" else 1e9 * copy_bandwidth(device, True)
     warm_up, total = 8, args.prompt + 8 + args.tokens
     result["lru"] = {
         rho: (Trace(shape, 512, 0).lru_hit_rate(int(rho * shape.chosen)), published)
@@ -265,18 +266,6 @@ def disk_rate(folder: Path) -> float:
     return rate
 
 
-def host_rate(device: torch.device) -> float:
-    """Bytes a second of copying a large block of host memory, pinned where the device is another."""
-    source = torch.ones(1 << 28, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    target = torch.zeros_like(source, device=device)
-    begin = time.perf_counter()
-    for _ in range(4):
-        target.copy_(source)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return 4 * len(source) / (time.perf_counter() - begin)
-
-
 def record(engine: Engine, seconds: float, tokens: int, run: Run) -> None:
     stats = engine.stats()
     uses = sum(stats["hits"].values()) + sum(stats["loads"].values())
@@ -315,8 +304,7 @@ def sweep(folder: Path, texts: Tensor, truth: Tensor, rate: float, args: argpars
         for mode in ("adaptive", "exact"):
             both = {"with": {"mode": mode, "link": link}, "without": {"mode": mode, "link": link, "prefetch": 0}}
             runs = measure(dict.fromkeys(both, folder), both, texts, truth, args)
-            ratios = [b / a for a, b in zip(runs["with"].decode, runs["without"].decode, strict=True)]
-            rows.append({"speed": speed, "mode": mode, "gain": statistics.median(ratios)})
+            rows.append({"speed": speed, "mode": mode, "gain": gain(runs["with"].decode, runs["without"].decode)})
             say(f"link x{speed:g}, {mode}: prefetch gives {rows[-1]['gain']:.3f}x")
     return rows
 
@@ -358,18 +346,19 @@ def markdown(result: dict[str, Any]) -> str:
             "| x bound | KL |",
             "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        base = next(iter(result["runs"]))
+        times = {name: row["decode_seconds"] for name, row in result["runs"].items()}
+        base = next(iter(times.values()))
         for name, row in result["runs"].items():
             lines.append(
-                f"| {name} | {row['tokens_per_second']:.1f} | {gain(result, name, base):.2f} | {row['first_token_seconds']:.2f} "
+                f"| {name} | {row['tokens_per_second']:.1f} | {gain(times[name], base):.2f} | {row['first_token_seconds']:.2f} "
                 f"| {row['stall_share']:.0%} | {row['busy_while_stalled']:.0%} | {row['bytes_a_token'] / 1e6:.2f} "
                 f"| {row['hit_rate']:.0%} | {row['link_busy']:.0%} | {row['of_the_bound']:.2f} "
                 + (f"| {row['kl']:z.4f} |" if "link" in result else "| - |")
             )
         lines += [""] + [
-            f"{name}, beside {other}: x {gain(result, name, other):.3f}"
+            f"{name}, beside {other}: x {gain(times[name], times[other]):.3f}"
             for name, other in SIDE_BY_SIDE
-            if {name, other} <= result["runs"].keys()
+            if {name, other} <= times.keys()
         ]
     for row in result.get("sweep", ()):
         lines.append(f"| {row['speed']:g} | {row['mode']} | {row['gain']:.3f} |")
@@ -378,10 +367,9 @@ def markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def gain(result: dict[str, Any], name: str, base: str) -> float:
+def gain(times: list[float], base: list[float]) -> float:
     """How many times as fast as `base`: the median of the texts' ratios."""
-    times = (result["runs"][each]["decode_seconds"] for each in (base, name))
-    return statistics.median(a / b for a, b in zip(*times, strict=True))
+    return statistics.median(b / a for a, b in zip(times, base, strict=True))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:

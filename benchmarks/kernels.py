@@ -113,10 +113,11 @@ def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> 
     }
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """GB/s of bytes read by a large copy."""
-    source = torch.ones(WORKING_SET, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+def copy_bandwidth(device: torch.device, from_host: bool = False) -> float:
+    """GB/s of bytes read by a large copy within the device, or to it from host memory, pinned for CUDA."""
+    pinned = from_host and device.type == "cuda"
+    source = torch.ones(WORKING_SET, dtype=torch.uint8, device="cpu" if from_host else device, pin_memory=pinned)
+    target = torch.empty_like(source, device=device)
     return WORKING_SET / _median(lambda: target.copy_(source), device) / 1e6
 
 
