@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from apex_engine.kernels.layout import MATRICES, Layout
+from apex_engine.kernels.layout import MATRICES, Layout, MatrixFormat
 from apex_engine.kernels.packing import PLANES
 from apex_engine.kernels.reference import Activation, Routed, Views, one_by_one
 
@@ -35,21 +35,31 @@ class JitKernel:
         self.name = "numba"
         self._layout = layout
         self._views = [layout.views(slot) for slot in memory]
+        self._int2 = {matrix: layout.format(matrix) == MatrixFormat("int2", 64) for matrix in MATRICES}
+        self._fused = all(self._int2.values()) and not layout.shape.bias
         self._arrays = [{matrix: _arrays(views, matrix, layout) for matrix in MATRICES} for views in self._views]
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
-        one_by_one(
-            lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
-            x.float(), slots, routed, gates, activation, out,
-        )  # fmt: skip
+        if not (self._fused and activation.swiglu and activation.finish is None):
+            one_by_one(
+                lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
+                x.float(), slots, routed, gates, activation, out,
+            )  # fmt: skip
+            return
+        shared, first = (x.float().numpy(), gates.numpy(), out.numpy()), routed.first.tolist()
+        for i, slot in enumerate(slots):
+            pairs = slice(first[i], first[i + 1])
+            (up, *up_scales), (down, *down_scales) = self._arrays[slot].values()
+            expert = (up[0], *up_scales, down[0], *down_scales)
+            _int2_swiglu(*shared, routed.tokens[pairs], routed.rows[pairs], *expert)
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
         form = self._layout.format(matrix)
         codes, scale, zero = self._arrays[slot][matrix]
-        if form.bits == 2 and form.group == 64:
+        if self._int2[matrix]:
             y = _int2(codes[0], scale, zero, x.numpy())
         else:
             xi, xscale, xsum = _quantize(x.numpy(), form.group)
@@ -114,11 +124,13 @@ def _int2(codes, scale, zero, x):  # noqa: ANN001, ANN202
     xi, xscale, xsum = _quantize(x, 64)
     y = np.empty((len(x), N), np.float32)
     for tile in numba.prange((N + TILE - 1) // TILE):
-        s, z, lanes = np.empty(G, np.float32), np.empty(G, np.float32), np.empty(16, np.float32)
-        for n in range(tile * TILE, min(N, tile * TILE + TILE)):
-            row = codes[n]
-            _floats(scale[n], s)
-            _floats(zero[n], z)
+        start, stop = tile * TILE, min(N, tile * TILE + TILE)
+        scales, zeros = np.empty((stop - start, G), np.float32), np.empty((stop - start, G), np.float32)
+        _floats(scale[start:stop].reshape(-1), scales.reshape(-1))
+        _floats(zero[start:stop].reshape(-1), zeros.reshape(-1))
+        lanes = np.empty(16, np.float32)
+        for n in range(start, stop):
+            row, s, z = codes[n], scales[n - start], zeros[n - start]
             for m in range(y.shape[0]):
                 offset = np.float32(0)
                 for g in range(G):
@@ -136,6 +148,20 @@ def _int2(codes, scale, zero, x):  # noqa: ANN001, ANN202
                         lanes[j] += w * np.float32(dot)
                 y[m, n] = lanes.sum() - offset
     return y
+
+
+@numba.njit(cache=True)
+def _int2_swiglu(x, gates, out, tokens, rows, up, up_scale, up_zero, down, down_scale, down_zero):  # noqa: ANN001, ANN202
+    """A whole expert of such matrices, in one call: out[rows[m]] = gates[rows[m]] * expert(x[tokens[m]])."""
+    halves = _int2(up, up_scale, up_zero, x[tokens])
+    N = halves.shape[1] // 2
+    hidden = np.empty((len(tokens), N), np.float32)
+    for m in range(len(tokens)):
+        for n in range(N):
+            hidden[m, n] = halves[m, n] / (np.float32(1) + np.exp(-halves[m, n])) * halves[m, N + n]
+    y = _int2(down, down_scale, down_zero, hidden)
+    for m in range(len(tokens)):
+        out[rows[m]] = gates[rows[m]] * y[m]
 
 
 @numba.njit(parallel=True, fastmath=True, cache=True)

@@ -179,6 +179,16 @@ AVX512 static void plane_row_avx512(const uint8_t *codes, ptrdiff_t bytes, int p
     for (int t = 0; t < T; t++) acc[t] += _mm512_reduce_add_ps(sums[t]);
 }
 
+/* The sums of four registers: thirteen operations for what takes eight each. */
+AVX512 static inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+                                     _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
 /* y[t][r] = R rows of 2-bit codes in groups of 64 times T inputs: four groups a block, sixteen scales at once.
  * R and T are constants where this is inlined, so that the arrays are registers. */
 AVX512 static inline __attribute__((always_inline)) void int2_some(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero,
@@ -223,8 +233,49 @@ AVX512 static inline __attribute__((always_inline)) void int2_some(const uint8_t
             }
         }
     }
-    for (int r = 0; r < R; r++)
-        for (int t = 0; t < T; t++) y[t * ystride + r] = _mm512_reduce_add_ps(sums[r * T + t]);
+    for (int i = R * T; i % 4; i++) sums[i] = _mm512_setzero_ps();
+    for (int i = 0; i < R * T; i += 4) { /* the same order of adding for any R and T */
+        float four[4];
+        _mm_storeu_ps(four, sums_of(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+        for (int j = i; j < i + 4 && j < R * T; j++) y[j % T * ystride + j / T] = four[j - i];
+    }
+}
+
+/* The same, to the bit, for one token and rows of up to four groups: one register has the scales of four rows, one block the
+ * codes of a row. */
+AVX512 static void int2_narrow(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, ptrdiff_t rows,
+                               const int8_t *x, const float *xscale, const float *xsum, float *y) {
+    const __m512i mask = _mm512_set1_epi8(3);
+    const __m512i spread = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __mmask64 bytes = ~0ull >> (64 - 16 * G);
+    const __mmask16 row = (__mmask16)((1u << G) - 1), four = (__mmask16)((1u << 4 * G) - 1);
+    __m512 xscales = _mm512_setzero_ps(), xsums = _mm512_setzero_ps(); /* four times those of the token */
+    for (int r = 0; r < 4; r++) {
+        xscales = _mm512_mask_expandloadu_ps(xscales, (__mmask16)(row << r * G), xscale);
+        xsums = _mm512_mask_expandloadu_ps(xsums, (__mmask16)(row << r * G), xsum);
+    }
+    for (ptrdiff_t n = 0; n < rows; n += 4, codes += 64 * G, scale += 4 * G, zero += 4 * G) {
+        for (ptrdiff_t i = 0; i < 64 * G; i += 64) _mm_prefetch((const char *)codes + i + AHEAD, _MM_HINT_T0);
+        _mm_prefetch((const char *)scale + AHEAD / 4, _MM_HINT_T0);
+        _mm_prefetch((const char *)zero + AHEAD / 4, _MM_HINT_T0);
+        const __m512 s = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(four, scale));
+        const __m512 offset = _mm512_mul_ps(_mm512_mul_ps(s, _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(four, zero))), xsums);
+        const __m512 w = _mm512_mul_ps(s, xscales);
+        __m512 sums[4];
+        for (int r = 0; r < 4; r++) {
+            const __m512i packed = _mm512_maskz_loadu_epi8(bytes, codes + r * G * 16);
+            const __m512i at = _mm512_set1_epi32(r * (int)G);
+            __m512i sum = _mm512_setzero_si512();
+            sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(packed, mask), _mm512_loadu_si512(x));
+            sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(packed, 2), mask), _mm512_loadu_si512(x + 64));
+            sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(packed, 4), mask), _mm512_loadu_si512(x + 128));
+            sum = _mm512_dpbusd_epi32(sum, _mm512_and_si512(_mm512_srli_epi16(packed, 6), mask), _mm512_loadu_si512(x + 192));
+            sums[r] = _mm512_fmsub_ps(_mm512_cvtepi32_ps(sum), _mm512_permutexvar_ps(_mm512_add_epi32(spread, at), w),
+                                      _mm512_maskz_permutexvar_ps(row, _mm512_add_epi32(lanes, at), offset));
+        }
+        _mm_storeu_ps(y + n, sums_of(sums[0], sums[1], sums[2], sums[3]));
+    }
 }
 
 AVX512 static void int2_rows_avx512(const uint8_t *codes, const uint16_t *scale, const uint16_t *zero, ptrdiff_t G, ptrdiff_t rows,
@@ -235,6 +286,7 @@ AVX512 static void int2_rows_avx512(const uint8_t *codes, const uint16_t *scale,
         int2_some(codes + n * G * 16, scale + n * G, zero + n * G, G, x + t * xstride, xstride, xscale + t * G, xsum + t * G, \
                   R, N, y + t * ystride + n, ystride);
     ptrdiff_t n = 0;
+    if (T == 1 && G <= 4) int2_narrow(codes, scale, zero, G, n = rows / 4 * 4, x, xscale, xsum, y);
     for (int t = 0; T == 1 && n + 4 <= rows; n += 4, t = 0) { SOME(4, 1) }
     for (int t = 0; n < rows; n++, t = 0) { SOME(1, 8) SOME(1, 4) SOME(1, 2) SOME(1, 1) }
 #undef SOME
@@ -594,88 +646,154 @@ struct block {
 };
 
 struct work {
-    int pairs, blocks, round;
+    const void *x;
+    const float *gates;
+    float *out;
+    int x_format, round, pairs, blocks;
     struct block block[PAIRS];
     int64_t token[PAIRS], row[PAIRS];
-    float *x, *hidden; /* [PAIRS][H], [PAIRS][I] */
-    void *room;        /* for the inputs of a matrix */
+    ptrdiff_t H, I, tile; /* rows that a thread takes at once */
+    float *wide, *hidden; /* [PAIRS][H], [PAIRS][I] */
+    void *room;           /* for the inputs of a matrix */
+    struct inputs up, down;
 };
 
-/* One parallel region for all of it: a decode step is too short for more. All experts have the same layout. */
-static void swiglu_experts(struct work *work, const float *x, const float *gates, float *out) {
-    const struct matrix *up = &work->block[0].expert->up, *down = &work->block[0].expert->down;
-    const ptrdiff_t H = up->K, I = down->K, I_tiles = (I + TILE - 1) / TILE, H_tiles = (H + TILE - 1) / TILE;
-    const int round = work->round;
-    const struct inputs first = inputs_at(up, work->x, work->pairs, work->room);
-    const struct inputs second = inputs_at(down, work->hidden, work->pairs, work->room);
-    for (struct block *b = work->block; b < work->block + work->blocks; b++) {
-        b->up = part(up, &first, b->at, b->T);
-        b->down = part(down, &second, b->at, b->T);
+/* y[i] = x[from + i], of a 16-bit format or, with 0, float. */
+static void widen(const void *x, int format, ptrdiff_t from, ptrdiff_t count, float *y) {
+    if (format == BFLOAT16)
+        for (ptrdiff_t i = 0; i < count; i++) y[i] = from_bfloat(x, from + i);
+    else if (format == FLOAT16)
+        for (ptrdiff_t i = 0; i < count; i++) y[i] = from_half(x, from + i);
+    else memcpy(y, (const float *)x + from, (size_t)count * sizeof(float));
+}
+
+/* exp(x) to three units in the last place, for |x| <= 80, which is all that silu can tell from 0 and 1: 2^n times the Taylor
+ * polynomial of the rest, which is at most half of ln 2. */
+static inline float exponential(float x) {
+    const float within = x > 80 ? 80 : x < -80 ? -80 : x;
+    const float shifted = within * 0x1.715476p0f + 0x1.8p23f, n = shifted - 0x1.8p23f; /* n in the low bits of shifted */
+    const float r = within - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f; /* ln 2 in two parts, the first of few bits */
+    const float p = 1 + r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f))))));
+    uint32_t bits, power;
+    float f;
+    memcpy(&power, &shifted, 4);
+    memcpy(&bits, &p, 4);
+    bits += power << 23;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* y = silu(gate) * up, rounded where torch rounds: after each operation. */
+static void swiglu(const float *gate, const float *up, ptrdiff_t count, int round, float *y) {
+    if (!round) { /* the same without calls, which the compiler makes a vector loop of */
+        for (ptrdiff_t i = 0; i < count; i++) y[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
+        return;
     }
-#pragma omp parallel if (work->pairs * (up->N + I) * H > ALONE)
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const float g = rounded(gate[i], round);
+        y[i] = rounded(rounded(g / (1 + expf(-g)), round) * rounded(up[i], round), round);
+    }
+}
+
+static ptrdiff_t tiles(const struct work *w, ptrdiff_t rows) { return (rows + w->tile - 1) / w->tile * w->blocks; }
+
+static const struct block *tile_of(const struct work *w, ptrdiff_t rows, ptrdiff_t j, ptrdiff_t *n, ptrdiff_t *count) {
+    const ptrdiff_t each = tiles(w, rows) / w->blocks;
+    *n = j % each * w->tile;
+    *count = rows - *n < w->tile ? rows - *n : w->tile;
+    return &w->block[j / each];
+}
+
+static void take_in(const struct work *w, int pair) {
+    widen(w->x, w->x_format, w->token[pair] * w->H, w->H, w->wide + pair * w->H);
+    arrange(&w->block[0].expert->up, &w->up, pair);
+}
+
+static void up_tile(const struct work *w, ptrdiff_t j) {
+    float gate[TOKENS * TILE], up[TOKENS * TILE];
+    ptrdiff_t n, count;
+    const struct block *b = tile_of(w, w->I, j, &n, &count);
+    rows(&b->expert->up, n, count, &b->up, gate, w->tile);
+    rows(&b->expert->up, w->I + n, count, &b->up, up, w->tile);
+    for (int t = 0; t < b->T; t++)
+        swiglu(gate + t * w->tile, up + t * w->tile, count, w->round, w->hidden + (b->at + t) * w->I + n);
+}
+
+static void down_tile(const struct work *w, ptrdiff_t j) {
+    float down[TOKENS * TILE];
+    ptrdiff_t n, count;
+    const struct block *b = tile_of(w, w->H, j, &n, &count);
+    rows(&b->expert->down, n, count, &b->down, down, w->tile);
+    for (int t = 0; t < b->T; t++) {
+        const int64_t to = w->row[b->at + t];
+        const float gate = w->gates[to], *from = down + t * w->tile;
+        float *y = w->out + to * w->H + n;
+        if (w->round) for (ptrdiff_t i = 0; i < count; i++) y[i] = gate * rounded(from[i], w->round);
+        else for (ptrdiff_t i = 0; i < count; i++) y[i] = gate * from[i];
+    }
+}
+
+/* All experts have the same layout. */
+static void swiglu_experts(struct work *w) {
+    const struct matrix *up = &w->block[0].expert->up, *down = &w->block[0].expert->down;
+    w->up = inputs_at(up, w->wide, w->pairs, w->room);
+    w->down = inputs_at(down, w->hidden, w->pairs, w->room);
+    for (struct block *b = w->block; b < w->block + w->blocks; b++) {
+        b->up = part(up, &w->up, b->at, b->T);
+        b->down = part(down, &w->down, b->at, b->T);
+    }
+    w->tile = TILE;
+    if (w->pairs * (up->N + w->I) * w->H <= ALONE) { /* not even a region of one thread, which takes a microsecond */
+        if (w->pairs == w->blocks) w->tile = TOKENS * TILE;
+        for (int i = 0; i < w->pairs; i++) take_in(w, i);
+        for (ptrdiff_t j = 0; j < tiles(w, w->I); j++) up_tile(w, j);
+        for (int i = 0; i < w->pairs; i++) arrange(down, &w->down, i);
+        for (ptrdiff_t j = 0; j < tiles(w, w->H); j++) down_tile(w, j);
+        return;
+    }
+#pragma omp parallel /* one region for all: a decode step is too short for more */
     {
-        float a[TOKENS * TILE], c[TOKENS * TILE];
 #pragma omp for schedule(static)
-        for (int i = 0; i < work->pairs; i++) {
-            memcpy(work->x + i * H, x + work->token[i] * H, (size_t)H * sizeof(float));
-            arrange(up, &first, i);
-        }
+        for (int i = 0; i < w->pairs; i++) take_in(w, i);
 #pragma omp for schedule(guided)
-        for (ptrdiff_t j = 0; j < work->blocks * I_tiles; j++) {
-            const struct block *b = &work->block[j / I_tiles];
-            const ptrdiff_t n = j % I_tiles * TILE, count = I - n < TILE ? I - n : TILE;
-            rows(&b->expert->up, n, count, &b->up, a, TILE);
-            rows(&b->expert->up, I + n, count, &b->up, c, TILE);
-            for (int t = 0; t < b->T; t++)
-                for (ptrdiff_t i = 0; i < count; i++) { /* rounded where torch rounds: after each operation */
-                    const float gate = rounded(a[t * TILE + i], round);
-                    work->hidden[(b->at + t) * I + n + i] =
-                        rounded(rounded(gate / (1 + expf(-gate)), round) * rounded(c[t * TILE + i], round), round);
-                }
-        }
+        for (ptrdiff_t j = 0; j < tiles(w, w->I); j++) up_tile(w, j);
 #pragma omp for schedule(static)
-        for (int i = 0; i < work->pairs; i++) arrange(down, &second, i);
+        for (int i = 0; i < w->pairs; i++) arrange(down, &w->down, i);
 #pragma omp for schedule(guided)
-        for (ptrdiff_t j = 0; j < work->blocks * H_tiles; j++) {
-            const struct block *b = &work->block[j / H_tiles];
-            const ptrdiff_t n = j % H_tiles * TILE, count = H - n < TILE ? H - n : TILE;
-            rows(&b->expert->down, n, count, &b->down, a, TILE);
-            for (int t = 0; t < b->T; t++) {
-                const int64_t to = work->row[b->at + t];
-                for (ptrdiff_t i = 0; i < count; i++) out[to * H + n + i] = gates[to] * rounded(a[t * TILE + i], round);
-            }
-        }
+        for (ptrdiff_t j = 0; j < tiles(w, w->H); j++) down_tile(w, j);
     }
 }
 
 /* Experts with SwiGLU (rows of up: all gates, then all ups; silu) for the tokens routed to them.
  * The i-th expert, experts[slots[i]], serves the pairs first[i] .. first[i + 1]:
- * out[rows[j]] [H] = gates[rows[j]] * expert(x[tokens[j]]). `round`: the 16-bit format of the activations, 0 for float.
+ * out[rows[j]] [H] = gates[rows[j]] * expert(x[tokens[j]]). The 16-bit format, 0 for float: `x_format` of x, `round` of the
+ * activations.
  * Returns 0, or -1 without memory. */
 int apex_swiglu_experts(const struct expert *experts, const int64_t *slots, ptrdiff_t count, const int64_t *first,
-                        const int64_t *tokens, const int64_t *rows, const float *gates, const float *x, int round, float *out) {
+                        const int64_t *tokens, const int64_t *rows, const float *gates, const void *x, int x_format, int round,
+                        float *out) {
     if (!count || first[count] == first[0]) return 0;
     const int64_t all = first[count] - first[0];
     const int most = all < PAIRS ? (int)all : PAIRS;
     const struct matrix *up = &experts[slots[0]].up, *down = &experts[slots[0]].down;
     const size_t up_bytes = room_bytes(up, most), down_bytes = room_bytes(down, most);
-    struct work work = {.round = round};
-    work.x = malloc((size_t)most * (size_t)(up->K + down->K) * sizeof(float) + (up_bytes > down_bytes ? up_bytes : down_bytes));
-    if (!work.x) return -1;
-    work.hidden = work.x + most * up->K;
+    struct work work = {.x = x, .gates = gates, .out = out, .x_format = x_format, .round = round, .H = up->K, .I = down->K};
+    work.wide = malloc((size_t)most * (size_t)(up->K + down->K) * sizeof(float) + (up_bytes > down_bytes ? up_bytes : down_bytes));
+    if (!work.wide) return -1;
+    work.hidden = work.wide + most * up->K;
     work.room = work.hidden + most * down->K;
     for (ptrdiff_t i = 0; i < count; i++)
         for (int64_t j = first[i]; j < first[i + 1];) {
             const int64_t left = first[i + 1] - j, space = PAIRS - work.pairs;
             const int T = (int)(left < TOKENS ? left : TOKENS);
             if (T > space) {
-                swiglu_experts(&work, x, gates, out);
+                swiglu_experts(&work);
                 work.pairs = work.blocks = 0;
             }
             work.block[work.blocks++] = (struct block){.expert = &experts[slots[i]], .at = work.pairs, .T = T};
             for (int t = 0; t < T; t++, j++, work.pairs++) work.token[work.pairs] = tokens[j], work.row[work.pairs] = rows[j];
         }
-    if (work.pairs) swiglu_experts(&work, x, gates, out);
-    free(work.x);
+    if (work.pairs) swiglu_experts(&work);
+    free(work.wide);
     return 0;
 }

@@ -16,6 +16,7 @@ Letters: T tokens of a step, K chosen experts a token, S slots, N rows, H hidden
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -66,7 +67,7 @@ def library() -> ctypes.CDLL | None:
         lib.apex_select.restype = ctypes.c_char_p
         size, address = ctypes.c_ssize_t, ctypes.c_void_p
         lib.apex_linear.argtypes = [address, address, size, address]
-        lib.apex_swiglu_experts.argtypes = [address, address, size, *5 * [address], ctypes.c_int, address]
+        lib.apex_swiglu_experts.argtypes = [address, address, size, *5 * [address], *2 * [ctypes.c_int], address]
         return lib
     return None
 
@@ -104,22 +105,23 @@ class NativeKernel:
                 slots, routed = _some(slots, routed, ~to_torch)
         if not slots:
             return
-        x32 = x.float().contiguous()
-        if not fused:
+        if not fused or x.dtype not in ROUND:
             one_by_one(
                 lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
-                x32, slots, routed, gates, activation, out,
+                x.float(), slots, routed, gates, activation, out,
             )  # fmt: skip
             return
+        x = x.contiguous()
         failed = self._lib.apex_swiglu_experts(
             self._experts,
-            np.array(slots, np.int64).tobytes(),  # bytes are handed over ten times as fast as the address of an array
+            struct.pack(f"{len(slots)}q", *slots),  # bytes are handed over ten times as fast as the address of an array
             len(slots),
             routed.first.tobytes(),
             routed.tokens.tobytes(),
             routed.rows.tobytes(),
             gates.data_ptr(),
-            x32.data_ptr(),
+            x.data_ptr(),
+            ROUND[x.dtype],
             ROUND[x.dtype] if self._raw else 0,
             out.data_ptr(),
         )
@@ -129,9 +131,9 @@ class NativeKernel:
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
         x = x.contiguous()
-        struct = getattr(self._experts[slot], matrix)
-        y = torch.empty(len(x), struct.n)
-        if self._lib.apex_linear(ctypes.byref(struct), x.data_ptr(), len(x), y.data_ptr()):
+        form = getattr(self._experts[slot], matrix)
+        y = torch.empty(len(x), form.n)
+        if self._lib.apex_linear(ctypes.byref(form), x.data_ptr(), len(x), y.data_ptr()):
             raise MemoryError
         return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
 
