@@ -19,7 +19,7 @@ from enum import Enum
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from apex_engine.kernels.layout import ALIGN, Layout
 from apex_engine.policies import Policy
@@ -41,6 +41,9 @@ class Pool:
         start = -raw.data_ptr() % ALIGN
         self.layout = layout
         self.memory = raw[start : start + slots * layout.stride].view(slots, layout.stride)
+        self.bytes = (
+            self.memory.numpy() if device.type == "cpu" else None
+        )  # the same, for threads that should not ask torch
         self.state = [State.FREE] * slots
         self.pins = np.zeros(slots, np.int64)
         self.owner: list[ExpertId | None] = [None] * slots
@@ -78,7 +81,7 @@ class ExpertCache:
         # layer -> what is masked until it has passed
         self._masked: dict[int, list[tuple[Precision, int, ExpertId]]] = {}
         for pool in self.pools.values():
-            self._spoil(pool.memory)
+            self._spoil(pool, slice(None))
 
     def find(self, expert: ExpertId, precision: Precision) -> int | None:
         """The slot of a resident twin, or None. Changes nothing; holds until the next `reserve` unless the slot is pinned."""
@@ -118,8 +121,10 @@ class ExpertCache:
         slots = np.flatnonzero(unmasked)
         if not slots.size:
             return None
-        priorities = self._policy.priority(pool.layers[slots], pool.experts[slots], precision, now)
-        slot = int(slots[np.argmin(priorities)])
+        layers, experts = pool.layers[slots], pool.experts[slots]
+        priorities = self._policy.priority(layers, experts, precision, now)
+        # Among equals not the first slot: who holds that depends on what came first.
+        slot = int(slots[np.lexsort((experts, layers, priorities))[0]])
         self._evict(pool, slot)
         return self._take(pool, expert, slot, passing)
 
@@ -131,23 +136,26 @@ class ExpertCache:
             return None
         experts = np.append(pool.experts[slots], expert.expert)
         *priorities, own = self._policy.priority(np.full(len(experts), expert.layer), experts, precision, now)
-        least = int(np.argmin(priorities))
+        least = int(np.lexsort((experts[:-1], priorities))[0])
         return int(slots[least]) if priorities[least] < own else None
 
     def _evict(self, pool: Pool, slot: int) -> None:
         victim = pool.owner[slot]
         assert victim is not None
         del pool.slot_of[victim]
-        self._spoil(pool.memory[slot])
+        self._spoil(pool, slot)
 
     def evict_all(self, precisions: Iterable[Precision]) -> None:
         """Free every slot that is resident and not pinned."""
         for precision in self.pools.keys() & set(precisions):
-            pool = self.pools[precision]
-            for slot in np.flatnonzero(pool.evictable).tolist():
-                pool.state[slot] = State.FILLING
-                self.abort(precision, slot)
-                pool.evictable[slot] = pool.masked[slot] = False
+            self._free(precision, self.pools[precision].evictable)
+
+    def _free(self, precision: Precision, slots: NDArray[np.bool_]) -> None:
+        pool = self.pools[precision]
+        for slot in np.flatnonzero(slots).tolist():
+            pool.state[slot] = State.FILLING
+            self.abort(precision, slot)
+            pool.evictable[slot] = pool.masked[slot] = False
 
     @staticmethod
     def _take(pool: Pool, expert: ExpertId, slot: int, passing: bool) -> int:
@@ -174,7 +182,7 @@ class ExpertCache:
         pool.state[slot], pool.owner[slot] = State.FREE, None
         pool.layers[slot] = -1
         pool.passing[slot] = False
-        self._spoil(pool.memory[slot])
+        self._spoil(pool, slot)
         pool.free.append(slot)
 
     def pin(self, precision: Precision, slot: int) -> None:
@@ -208,8 +216,9 @@ class ExpertCache:
                 self.pools[precision].masked[slot] = False
 
     def end_streaming(self) -> None:
-        """What passed through is like any other resident from now on."""
-        for pool in self.pools.values():
+        """Free what passed through: what is left of it would depend on what came when."""
+        for precision, pool in self.pools.items():
+            self._free(precision, pool.evictable & pool.passing)
             pool.passing[:] = False
 
     def resident_bytes(self) -> int:
@@ -235,6 +244,6 @@ class ExpertCache:
                 assert (pool.layers[slot] < 0) == (state is State.FREE), f"{word}: layer of slot {slot}"
                 assert pool.evictable[slot] == (state is State.RESIDENT and not pool.pins[slot]), f"{word}: slot {slot}"
 
-    def _spoil(self, memory: Tensor) -> None:
+    def _spoil(self, pool: Pool, slots: int | slice) -> None:
         if self._poison:
-            memory.fill_(0xFF)  # NaN in bfloat16, float16 and float32
+            pool.memory[slots] = 0xFF  # NaN in bfloat16, float16 and float32

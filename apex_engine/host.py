@@ -42,8 +42,9 @@ def host_tier(
         for expert, precision in track(everything, "filling the host tier", console=console, transient=True):
             slot = host.reserve(expert, precision, 0)
             assert slot is not None
-            memory = host.pools[precision].memory[slot]
-            store.read(expert, precision, memory)
-            store.verify(expert, precision, memory)
+            memory = host.pools[precision].bytes
+            assert memory is not None
+            store.read(expert, precision, memory[slot])
+            store.verify(expert, precision, memory[slot])
             host.commit(precision, slot)
     return host

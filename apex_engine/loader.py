@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,6 +128,13 @@ class Loader:
                 self._work.notify(blocks - 1 if load is self._demands[0] else blocks)
         load.waiters += 1
         return load
+
+    def settle(self, loads: Iterable[Load]) -> None:
+        """Find slots for these demands now, while all that the step has got is pinned: what makes room would depend on what is
+        computed by then. Lock held."""
+        for load in loads:
+            if load.slot is None and not load.over:
+                self._reserve(load)
 
     def expect(self, expert: ExpertId, precision: Precision, now: int, block: int | None = None) -> int:
         """A later layer will probably use this twin: keep it, or fetch it when nobody waits. Returns the bytes still to come.
@@ -382,22 +390,28 @@ class Loader:
 
     def _copy(self, load: Load, start: int, stop: int) -> None:
         assert load.slot is not None
-        target = self._cache.pools[load.precision].memory[load.slot][start:stop]
-        if self._host is None or load.host is None:
-            self._store.read(load.expert, load.precision, target, start)
+        pool, host = self._cache.pools[load.precision], self._host
+        # By numpy, in this thread alone: torch would wake its other threads, which the engine computes with.
+        here = pool.bytes[load.slot, start:stop] if pool.bytes is not None else None
+        if host is None or load.host is None:
+            assert here is not None
+            self._store.read(load.expert, load.precision, here, start)
         else:
-            staged = self._host.pools[load.precision].memory[load.host][start:stop]
+            staged = host.pools[load.precision]
+            assert staged.bytes is not None
+            part = staged.bytes[load.host, start:stop]
             if not load.from_host:
-                self._store.read(load.expert, load.precision, staged, start)
-            self._send(load, staged, target)
+                self._store.read(load.expert, load.precision, part, start)
+            if here is not None:
+                np.copyto(here, part)
+            else:
+                self._send(load, staged.memory[load.host, start:stop], pool.memory[load.slot, start:stop])
         if self._link:
             self._link.transfer(stop - start)
 
     def _send(self, load: Load, staged: Tensor, target: Tensor) -> None:
-        if self._stream is None:
-            target.copy_(staged)
-            return
         with torch.cuda.stream(self._stream):
+            assert self._stream is not None
             after = self._free_after.get((load.precision, load.slot or 0))
             if after is not None:
                 self._stream.wait_event(after)
@@ -405,11 +419,11 @@ class Loader:
             self._stream.record_event().synchronize()  # a worker waits here, not the compute stream
 
     def _check(self, load: Load) -> None:
-        assert load.slot is not None
-        if self._host is None or load.host is None:
-            self._store.verify(load.expert, load.precision, self._cache.pools[load.precision].memory[load.slot])
-        elif not load.from_host:
-            self._store.verify(load.expert, load.precision, self._host.pools[load.precision].memory[load.host])
+        held, slot = (self._cache, load.slot) if self._host is None or load.host is None else (self._host, load.host)
+        pool = held.pools[load.precision]
+        if not load.from_host:
+            assert slot is not None and pool.bytes is not None
+            self._store.verify(load.expert, load.precision, pool.bytes[slot])
 
 
 def _block(size: int) -> int:

@@ -92,8 +92,8 @@ class Recorder:
         return self._step[1:]
 
     def _low_views(self, expert: ExpertId, device: torch.device) -> Views:
-        self._store.read(expert, Precision.LOW, self._buffer)
-        self._store.verify(expert, Precision.LOW, self._buffer)
+        self._store.read(expert, Precision.LOW, self._buffer.numpy())
+        self._store.verify(expert, Precision.LOW, self._buffer.numpy())
         return self._manifest.low.views(self._buffer.to(device))
 
     def profile(self) -> Profile:

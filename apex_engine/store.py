@@ -12,7 +12,8 @@ import weakref
 import zlib
 from pathlib import Path
 
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from apex_engine.kernels.layout import Layout
 from apex_engine.quantize.checkpoint import LayerEntry, Manifest, data_offset
@@ -43,14 +44,14 @@ class ExpertStore:
     def layout(self, precision: Precision) -> Layout:
         return self._manifest.high if precision is Precision.HIGH else self._manifest.low
 
-    def read(self, expert: ExpertId, precision: Precision, part: Tensor, start: int = 0) -> None:
-        """Fill `part`, uint8 on the CPU at a multiple of 4096, with the blob's bytes from `start` on.
+    def read(self, expert: ExpertId, precision: Precision, part: NDArray[np.uint8], start: int = 0) -> None:
+        """Fill `part`, at a multiple of 4096, with the blob's bytes from `start` on.
 
         Raises ApexError naming layer, expert, precision and file where the read fails or ends early; `part` then holds nothing
         valid. Any number of threads may read at a time.
         """
         fd, offset, name = self._files[expert.layer, precision]
-        buffer, stride = part.numpy().data, self.layout(precision).stride
+        buffer, stride = part.data, self.layout(precision).stride
         position = offset + expert.expert * stride + start
         try:
             try:
@@ -65,12 +66,12 @@ class ExpertStore:
         if done < len(buffer):
             raise self._error(expert, precision, name, f"the file ends after {start + done:,} of {stride:,} bytes")
 
-    def verify(self, expert: ExpertId, precision: Precision, blob: Tensor) -> None:
+    def verify(self, expert: ExpertId, precision: Precision, blob: NDArray[np.uint8]) -> None:
         """Compare a whole blob's checksum, the first time only. Raises ApexError where other bytes were written."""
         if (expert, precision) in self._verified:
             return
         name = self._files[expert.layer, precision][2]
-        if zlib.crc32(blob.numpy().data) != self._manifest.files[name].blobs[expert.expert]:
+        if zlib.crc32(blob.data) != self._manifest.files[name].blobs[expert.expert]:
             raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
         self._verified.add((expert, precision))
 

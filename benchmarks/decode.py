@@ -256,7 +256,7 @@ def disk_rate(folder: Path) -> float:
         expert, start = some[block[0]], block[1]
         part = raw[block[0] % WORKERS]
         part = part[-part.data_ptr() % ALIGN :][start : min(start + BLOCK, stride)]
-        store.read(expert, Precision.HIGH, part, start)
+        store.read(expert, Precision.HIGH, part.numpy(), start)
         return len(part)
 
     with ThreadPoolExecutor(WORKERS) as pool:

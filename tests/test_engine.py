@@ -236,7 +236,7 @@ def by_hand(source, apex, t1, t2, first_t1=-1.0):
         for e in range(manifest.experts):
             start = -low[e].data_ptr() % 4096
             blob = low[e, start : start + manifest.low.stride]
-            store.read(ExpertId(index, e), LOW, blob)
+            store.read(ExpertId(index, e), LOW, blob.numpy())
             twins.append([dequantize(manifest.low.views(blob), matrix, manifest.low) for matrix in ("up", "down")])
 
         first = max(t1, first_t1) if index == 0 else t1
