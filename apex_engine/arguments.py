@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from apex_engine.command import first_line, say
-from apex_engine.config import MODES, SYSTEMS, THRESHOLDS, Config
+from apex_engine.config import MODES, PREDICTORS, SYSTEMS, THRESHOLDS, Config
 from apex_engine.kernels.pick import KERNELS
 from apex_engine.plan import automatic_memory
 from apex_engine.policies import POLICIES
@@ -41,6 +41,7 @@ ENGINE_OPTIONS = (
     "policy",
     "admission",
     "prefetch",
+    "predictor",
     "link",
     "kernels",
 )
@@ -104,6 +105,12 @@ def add_engine_options(
         help=f"what a prompt may do to the resident experts; default: {default.admission}",
     )
     add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {prefetch}")
+    add(
+        "--predictor",
+        choices=PREDICTORS,
+        help="what says which experts come: gate, the later layer's router with this layer's input; norm, with the norm weight "
+        f"corrected; learned, a copy of that router which learns from every token; default: {default.predictor}",
+    )
     add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
     add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
     p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))

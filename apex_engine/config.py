@@ -13,6 +13,7 @@ from apex_engine.policies import POLICIES
 from apex_engine.vocabulary import ApexError
 
 THRESHOLDS = ("calibrated", "quantile")
+PREDICTORS = ("gate", "norm", "learned")
 MODES = ("adaptive", "deterministic", "exact")
 UNITS = {"": 1, "B": 1}
 for _i, _letter in enumerate("KMGT", 1):
@@ -44,7 +45,9 @@ class Config:
     admission  "stream": a prompt fills free slots and streams the rest through a few, so that what decoding uses stays.
             "evict": it takes slots like decoding does.
     prefetch  How many layers ahead experts are predicted and fetched; 0: not at all.
-    correct_norm  Predict with the later layer's norm weight.
+    predictor  What says which experts come: "gate", the later layer's router with this layer's input (MoE-APEX); "norm", the
+            same with the norm weight corrected; "learned", a copy of that router which learns from every token, and for the first
+            layer from the token's embedding.
     link    A simulated link to the device: "2GB/s,20us".
     kernels "auto" takes the fastest the machine has for each twin; a name of `apex_engine.kernels.pick` forces one.
     """
@@ -63,7 +66,7 @@ class Config:
     policy: str = "next-use"
     admission: str = "stream"
     prefetch: int = 1
-    correct_norm: bool = True
+    predictor: str = "learned"
     link: str | None = None
     kernels: str = "auto"
 
@@ -71,6 +74,7 @@ class Config:
         _choice("mode", self.mode, MODES)
         _choice("policy", self.policy, POLICIES)
         _choice("kernels", self.kernels, KERNELS)
+        _choice("predictor", self.predictor, PREDICTORS)
         _choice("upgrade", self.upgrade, ("wait", "async"))
         _choice("admission", self.admission, ("stream", "evict"))
         _choice("thresholds", self.thresholds, THRESHOLDS)
@@ -123,7 +127,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "policy": "lcu",
         "admission": "evict",
         "prefetch": 2,
-        "correct_norm": False,
+        "predictor": "gate",
         "thresholds": "quantile",
     },
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},

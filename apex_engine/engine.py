@@ -34,7 +34,7 @@ from apex_engine.link import Link
 from apex_engine.loader import LEAST_EARLY, PREFETCHES, Load, Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
-from apex_engine.predictor import Predictor
+from apex_engine.predictor import EMBEDDING, Predictor
 from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.scorer import wanted
 from apex_engine.store import ExpertStore
@@ -42,7 +42,7 @@ from apex_engine.thresholds import Thresholds, resolve
 from apex_engine.vocabulary import ApexError, ExpertId, Precision
 
 Observer = Callable[["Job", Use, Views], None]  # a layer step, one twin and the pairs it serves, its fields
-LEAST_TRUST = 0.5  # a layer whose experts are predicted worse than this is not prefetched for the rest of the sequence
+LEAST_TRUST = 0.5  # a layer whose experts are predicted worse than this of late is not prefetched
 COUNT, ZEROS = np.arange(1025), np.zeros(1024, np.int64)  # of the pairs of one token
 
 
@@ -79,7 +79,7 @@ class Engine:
         self._streaming = False
         self._pace, self._trial = _Pace(), _Trial()
         self._expected: dict[int, list[int]] = {}  # layer -> predicted choice of the token being decoded
-        self._trust = np.ones(layers)  # share of a layer's choice that was predicted, of late in this sequence
+        self._trust = np.ones(layers)  # share of a layer's choice that was predicted, of late
         self._closed = False
         self._lock = threading.Lock()
 
@@ -154,10 +154,11 @@ class Engine:
             if new_sequence:
                 self._policy.start_sequence()
                 self.ledger.sequences += 1
-                self._trust[:] = 1.0
             self._policy.start_pass(tokens)
             self._streaming = phase == "prefill" and self.config.admission == "stream"
             self._expected.clear()
+            if self.predictor:
+                self.predictor.learn()
             self._pace.begin()
             self._trial.on = True
             if phase == "decode":
@@ -215,12 +216,14 @@ class Engine:
                         else:
                             ready.setdefault(use.precision, []).append((use, held))
                             self.ledger.hits[use.precision] += 1
+                loader.settle(coming)
                 loader.drop(layer)
                 if self._degrade:
                     self._upgrade(layer, ids, wishes, loader)
             try:
-                self._look_ahead(layer, x, ids, gates, cache, loader)
-                self._serve(job, ready, coming, loader)
+                if len(ids) == 1:
+                    self._judge(layer, x, ids, gates)
+                self._serve(job, ready, coming, cache, loader)
             finally:
                 if coming or ready:  # it failed
                     loader.forget(coming)
@@ -230,15 +233,29 @@ class Engine:
             return torch.cat([part.sum(1) for part in out.split(job.sizes)]).to(x.dtype)
 
     def _serve(
-        self, job: Job, ready: dict[Precision, list[tuple[Use, int]]], coming: dict[Load, Use], loader: Loader
+        self,
+        job: Job,
+        ready: dict[Precision, list[tuple[Use, int]]],
+        coming: dict[Load, Use],
+        cache: ExpertCache,
+        loader: Loader,
     ) -> None:
         """Compute what is resident, then what arrives, as it arrives. Empties `ready` and `coming` on its way."""
+        # Demands go first: where there are some, there is time to look ahead, and to learn, while they arrive.
+        waits = bool(coming)
+        if not waits:
+            self._look_ahead(job.layer, job.x, cache, loader)
         while ready or coming:
             for precision in list(ready):
                 self._compute(job, precision, ready[precision])
                 # Given back at once: with few slots, the next load needs this one.
                 loader.release([(precision, slot) for _, slot in ready.pop(precision)])
             if coming:
+                if waits:
+                    waits = False
+                    self._look_ahead(job.layer, job.x, cache, loader)
+                    if self.predictor:
+                        self.predictor.learn()
                 before, start = loader.busy_seconds(), time.perf_counter()
                 waiting = list(coming)
                 try:
@@ -253,13 +270,17 @@ class Engine:
                     assert load.slot is not None and load in arrived
                     ready.setdefault(load.precision, []).append((use, load.slot))
 
-    def _look_ahead(
-        self, layer: int, x: Tensor, ids: np.ndarray, gates: np.ndarray, cache: ExpertCache, loader: Loader
-    ) -> None:
+    @torch.no_grad()
+    def embedded(self, embeddings: Tensor) -> None:
+        """A pass goes on with these embeddings `[B, T, H]`: of one token, they say what the first MoE layer may choose."""
+        x = embeddings.reshape(-1, embeddings.shape[-1])
+        with self._lock:
+            if len(x) == 1 and self._cache and self._loader:
+                self._look_ahead(EMBEDDING, x, self._cache, self._loader)
+
+    def _look_ahead(self, layer: int, x: Tensor, cache: ExpertCache, loader: Loader) -> None:
         """Predict the coming layers, as far as nothing is missing there; keep what they will use, and fetch what is missing: no
         more than the link brings while nobody waits for it."""
-        if len(ids) == 1 and layer in self._expected:
-            self._judge(layer, self._expected.pop(layer), ids, gates)
         predictor = self.predictor
         if not predictor or not predictor.ready or self._all_resident() or self._streaming or not self._trial.on:
             return
@@ -267,14 +288,14 @@ class Engine:
         if budget < LEAST_EARLY:  # on a slow link, most of a block would be in the way of the next layer's own demands
             return
         for later in range(layer + 1, min(layer + 1 + self.config.prefetch, len(self.manifest.layers))):
-            if self._trust[later] < LEAST_TRUST:
-                break
             found = predictor.predict(layer, later, x)
             if found is None:
                 break
-            weights, chosen = found[0].float().cpu().numpy(), found[1].cpu().numpy()
-            if len(ids) == 1 and later == layer + 1:
+            weights, chosen = found
+            if len(x) == 1 and later == layer + 1:
                 self._expected[later] = chosen[0][np.argsort(-np.abs(weights[0]), kind="stable")].tolist()
+            if self._trust[later] < LEAST_TRUST:
+                break
             if self._fetch_ahead(layer, later, chosen, weights, budget, cache, loader):
                 break
 
@@ -311,7 +332,12 @@ class Engine:
         for expert in np.unique(ids[wishes == Precision.HIGH]).tolist():
             loader.expect(ExpertId(layer, expert), Precision.HIGH, layer)
 
-    def _judge(self, layer: int, expected: list[int], ids: np.ndarray, gates: np.ndarray) -> None:
+    def _judge(self, layer: int, x: Tensor, ids: np.ndarray, gates: np.ndarray) -> None:
+        """What was predicted for this layer and token, if anything, by what it chose."""
+        expected = self._expected.pop(layer, None)
+        if expected is None or self.predictor is None:
+            return
+        self.predictor.watch(layer, x)
         chosen = set(ids[0].tolist())
         right = len(chosen.intersection(expected))
         self.ledger.predicted += 1

@@ -122,7 +122,9 @@ class ApexQuantizer(HfQuantizer):
             for name in self._experts:
                 block = name.rpartition(".")[0]
                 layers.append((model.get_submodule(block.rpartition(".")[0]), model.get_submodule(block)))
-            self._engine.predictor = Predictor(layers, self._engine.config.correct_norm)
+            self._engine.predictor = Predictor(layers, self._engine.config.predictor)
+            if self._engine.config.predictor == "learned":
+                model.get_input_embeddings().register_forward_hook(lambda _, __, out: self._engine.embedded(out))
         _watch(model, self._engine)
         return model
 

@@ -130,9 +130,15 @@ class Model:
 
     ready, unknown = True, ()  # of a predictor
 
-    def predict(self, now: int, later: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    def predict(self, now: int, later: int, x: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         some = slice(self._token, self._token + len(x))
-        return torch.from_numpy(self._trace.gates[some, later]), torch.from_numpy(self._trace.expected[some, later])
+        return self._trace.gates[some, later], self._trace.expected[some, later]
+
+    def watch(self, layer: int, x: Tensor) -> None:
+        pass
+
+    def learn(self) -> None:
+        pass
 
     def run(self, start: int, tokens: int, phase: str, new: bool) -> None:
         """One pass."""
