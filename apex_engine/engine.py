@@ -31,7 +31,7 @@ from apex_engine.kernels.pick import pick
 from apex_engine.kernels.reference import Activation, Kernel, Routed, Views
 from apex_engine.ledger import TWINS, Ledger
 from apex_engine.link import Link
-from apex_engine.loader import LEAST_EARLY, PREFETCHES, Load, Loader
+from apex_engine.loader import LEAST_EARLY, Load, Loader
 from apex_engine.plan import Plan, make_plan
 from apex_engine.policies import POLICIES
 from apex_engine.predictor import EMBEDDING, Predictor
@@ -323,8 +323,7 @@ class Engine:
                 if use.precision is Precision.SKIP:
                     continue
                 if missing < budget:
-                    block = int(budget) // PREFETCHES
-                    missing += loader.expect(ExpertId(later, use.expert), use.precision, layer, block)
+                    missing += loader.expect(ExpertId(later, use.expert), use.precision, layer, int(budget))
         return missing
 
     def _upgrade(self, layer: int, ids: np.ndarray, wishes: np.ndarray, loader: Loader) -> None:

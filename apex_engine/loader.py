@@ -32,8 +32,7 @@ WORKERS = 4
 BLOCK = 1 << 20  # most bytes of a block; a multiple of the alignment of direct reads
 BLOCKS = 4  # a demand is at least so many, as long as they are not tiny: taking one costs about 0.1 ms
 LEAST_BLOCK = 256 << 10
-PREFETCHES = 2  # blocks of prefetches on their way at a time: what a demand may have to wait for
-LEAST_EARLY = 32 << 10  # bytes of one of them
+LEAST_EARLY = 32 << 10  # bytes of a block of a prefetch; there is one on its way at a time, for which a demand may have to wait
 
 
 class Load:
@@ -245,7 +244,7 @@ class Loader:
         for load in self._demands:
             if load.slot is not None or self._reserve(load) or (self._make_way(load) and self._reserve(load)):
                 return self._take(load, self._demands)
-        if not only_demands and self._prefetching < PREFETCHES:
+        if not only_demands and not self._prefetching:
             for load in list(self._prefetches):
                 if load.slot is not None or self._reserve(load):
                     return self._take(load, self._prefetches)

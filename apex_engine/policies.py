@@ -137,40 +137,49 @@ class Lcu:
 
 
 class NextUse:
-    """The twin whose next use is expected last goes first. With layers coming round once a token, that is in
+    """The twin with the least chance of use for the time it is kept goes first. With layers coming round once a token,
 
-        D + L (1 - q) / q   layers,   D = ((l - l_now - 1) mod L) + 1
+        p = q / (D + L / 2),   D = ((l - l_now - 1) mod L) + 1,   q = RECENT r + (1 - RECENT) f
 
-    q: share of the layer's tokens that used the twin, older ones counting less: by `FADES` for each token since.
+    r, f: share of the layer's tokens that used the twin, older ones counting less: by `FADES` for each token since. D: layers
+    until its layer comes round; the L / 2 stands for what follows the first chance (without it, a likely twin that was just
+    used would go before an unlikely one of the next layer).
     """
 
-    FADES = 0.85
+    FADES = 0.5, 0.98  # of r, of f
+    RECENT = 0.3
     LEAST = 1e-3  # of q: what was not used for long is ranked by its layer
 
     def __init__(self, layers: int, experts: int, cost_ratio: float) -> None:
-        self._share = np.zeros((3, layers, experts))
+        self._recent, self._often = np.zeros((3, layers, experts)), np.zeros((3, layers, experts))
+        self._weight = np.zeros(layers)  # of the tokens in `_often`
         self._layers, self._pass = layers, 0
         self._counted = np.zeros(layers, np.int64)  # the last pass whose tokens are in a layer's shares
         self._tokens = 1
 
     def start_sequence(self) -> None:
-        self._share[:] = 0
+        self._recent[:] = self._often[:] = self._weight[:] = 0
 
     def start_pass(self, tokens: int) -> None:
         self._pass += 1
         self._tokens = tokens
 
     def use(self, layer: int, expert: int, precision: Precision, count: int) -> None:
-        old = self.FADES ** min(self._tokens, 99)
+        recent, often = (fades ** min(self._tokens, 999) for fades in self.FADES)  # what is left of earlier tokens
         if self._counted[layer] != self._pass:
             self._counted[layer] = self._pass
-            self._share[:, layer] *= old
-        self._share[precision, layer, expert] += (1 - old) * count / self._tokens
+            self._recent[:, layer] *= recent
+            self._often[:, layer] *= often
+            self._weight[layer] = often * self._weight[layer] + 1 - often
+        share = count / self._tokens
+        self._recent[precision, layer, expert] += (1 - recent) * share
+        self._often[precision, layer, expert] += (1 - often) * share
 
     def priority(self, layers: Index, experts: Index, precision: Precision, now: int) -> NDArray[np.float64]:
-        share = np.clip(self._share[precision, layers, experts], self.LEAST, 1)
+        often = self._often[precision, layers, experts] / np.maximum(self._weight[layers], self.LEAST)
+        chance = self.RECENT * self._recent[precision, layers, experts] + (1 - self.RECENT) * often
         distance = (layers - now - 1) % self._layers + 1
-        return -(distance + self._layers * (1 - share) / share)
+        return np.maximum(chance, self.LEAST) / (distance + self._layers / 2)
 
 
 POLICIES: dict[str, Callable[[int, int, float], Policy]] = {

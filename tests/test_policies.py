@@ -77,12 +77,16 @@ def test_next_use_by_hand():
     policy.use(1, 1, HIGH, 1)
     policy.start_pass(1)
     policy.use(1, 1, HIGH, 1)
-    fades = 0.85
-    first = (1 - fades**2) * fades
-    second = (1 - fades**2) / 2 * fades + (1 - fades)
+
+    def after(first, second):
+        """Shares that two tokens and then one leave, by whether they used it: of the recent, and of all."""
+        return [(first * (1 - fades**2) * fades + second * (1 - fades)) for fades in (0.5, 0.98)]
+
+    whole = after(1, 1)[1]
+    first, second = (0.3 * recent + 0.7 * often / whole for recent, often in (after(1, 0), after(0.5, 1)))
     # at layer 0, layer 1 is next; at layer 1 it comes round in four layers
-    assert priority(policy, 1, 0, now=0) == pytest.approx(-(1 + 4 * (1 - first) / first))
-    assert priority(policy, 1, 1, now=1) == pytest.approx(-(4 + 4 * (1 - second) / second))
+    assert priority(policy, 1, 0, now=0) == pytest.approx(first / (1 + 2))
+    assert priority(policy, 1, 1, now=1) == pytest.approx(second / (4 + 2))
     assert priority(policy, 1, 0, LOW) < priority(policy, 1, 0, HIGH)
     # never used: the farther layer goes first
     assert priority(policy, 0, 2, now=1) > priority(policy, 1, 2, now=1)
