@@ -468,10 +468,11 @@ class _Trial:
     """
 
     FIRST, EVERY, MOST = 16, 16, 16  # tokens that take turns; then tokens from trial to trial; trials to decide by
+    LEAST = 0.02  # of a token's time: what must be gained, for twins that were put out in vain cost something later
 
     def __init__(self) -> None:
         self.on = True
-        self._gains: deque[float] = deque(maxlen=self.MOST)  # seconds that looking ahead saved
+        self._gains: deque[float] = deque(maxlen=self.MOST)  # what looking ahead saved, as a share of a token's time
         self._others: list[float] = []  # seconds of the tokens since the last trial
         self._tokens = self._bytes = 0
 
@@ -481,13 +482,14 @@ class _Trial:
         self._bytes = demanded
         some = len(self._gains) // 8
         gains = sorted(self._gains)[some : len(self._gains) - some]  # without the lowest and the highest eighth
-        self.on = (sum(gains) >= 0) != self._is_trial()
+        self.on = (not gains or statistics.fmean(gains) >= self.LEAST) != self._is_trial()
 
     def end(self, seconds: float, demanded: int, rate: float) -> None:
         """It took `seconds`, and the link brings `rate` bytes a second."""
+        whole = seconds
         seconds -= (demanded - self._bytes) / max(rate, 1.0)
         if self._is_trial() and self._others:
-            gain = seconds - statistics.fmean(self._others)
+            gain = (seconds - statistics.fmean(self._others)) / whole
             self._gains.append(-gain if self.on else gain)
             self._others.clear()
         else:

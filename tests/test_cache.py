@@ -169,8 +169,10 @@ class TestStreaming:
             cache.check_integrity()
         stays = sum(cache.find(expert, HIGH) is not None for expert in left)
         assert cache.pools[HIGH].most_passing == 2 and stays >= 6
+        passing = int(cache.pools[HIGH].passing.sum())
         cache.end_streaming()
-        assert not cache.pools[HIGH].passing.any()
+        cache.check_integrity()
+        assert not cache.pools[HIGH].passing.any() and len(cache.pools[HIGH].free) == passing == 2
 
     def test_what_the_prompt_uses_more_takes_the_place_of_what_it_uses_less_in_that_layer(self):
         cache, policy = make_cache({HIGH: 8}, "lfu")
