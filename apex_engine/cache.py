@@ -41,9 +41,8 @@ class Pool:
         start = -raw.data_ptr() % ALIGN
         self.layout = layout
         self.memory = raw[start : start + slots * layout.stride].view(slots, layout.stride)
-        self.bytes = (
-            self.memory.numpy() if device.type == "cpu" else None
-        )  # the same, for threads that should not ask torch
+        # The same, for threads that should not ask torch.
+        self.bytes = self.memory.numpy() if device.type == "cpu" else None
         self.state = [State.FREE] * slots
         self.pins = np.zeros(slots, np.int64)
         self.owner: list[ExpertId | None] = [None] * slots

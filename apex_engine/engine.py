@@ -333,10 +333,11 @@ class Engine:
 
     def _judge(self, layer: int, x: Tensor, ids: np.ndarray, gates: np.ndarray) -> None:
         """What was predicted for this layer and token, if anything, by what it chose."""
+        if self.predictor:
+            self.predictor.watch(layer, x)
         expected = self._expected.pop(layer, None)
-        if expected is None or self.predictor is None:
+        if expected is None:
             return
-        self.predictor.watch(layer, x)
         chosen = set(ids[0].tolist())
         right = len(chosen.intersection(expected))
         self.ledger.predicted += 1

@@ -32,9 +32,8 @@ WORKERS = 4
 BLOCK = 1 << 20  # most bytes of a block; a multiple of the alignment of direct reads
 BLOCKS = 4  # a demand is at least so many, as long as they are not tiny: taking one costs about 0.1 ms
 LEAST_BLOCK = 256 << 10
-LEAST_EARLY = (
-    32 << 10
-)  # bytes of a block of a prefetch; there is one on its way at a time, for which a demand may have to wait
+# Bytes of a block of a prefetch; there is one on its way at a time, for which a demand may have to wait.
+LEAST_EARLY = 32 << 10
 
 
 class Load:
