@@ -8,6 +8,9 @@
  *
  * int8 codes are multiplied with float activations: reading them is what takes the time.
  *
+ * bfloat16 weights are multiplied with float activations too, or, where every bit must be torch's own, with bfloat16 ones in the
+ * order of the sums of oneDNN, which torch calls: `in_pairs`.
+ *
  * Letters: T tokens, N rows, K columns, G groups a row, p bits of a plane, b bytes of a group in a plane.
  */
 #include <math.h>
@@ -21,12 +24,14 @@
 #define MOST_GROUP 256
 #define TILE 32  /* rows that a thread takes at once */
 #define AHEAD 2048 /* bytes to prefetch ahead: rows are too short for the processor to see the pattern */
+#define CHUNK 512 /* inputs that a sum of oneDNN takes in before it begins anew */
 #define PAIRS 64 /* (token, expert) pairs in the works at once */
 #define ALONE 250000 /* products up to which one thread does all: to wake another takes longer, beside loads many times so */
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")))
+#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 #define AVX2 __attribute__((target("avx2,f16c,fma")))
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -47,7 +52,10 @@ typedef void (*int2_rows)(const uint8_t *codes, const uint16_t *scale, const uin
 /* acc[t] = sum over k of w[k] * x[t][k], for w of int8, bfloat16 or float16. */
 typedef void (*plain_row)(const void *w, const float *x, ptrdiff_t K, int T, float *acc);
 
-enum { INT8, BFLOAT16, FLOAT16, PLAIN_FORMATS };
+/* y[n] = the sum of w[n][k] * x[k], w and x bfloat16, in the order of oneDNN; 16 | rows, 8 | K. */
+typedef void (*in_pairs)(const uint16_t *w, ptrdiff_t K, ptrdiff_t rows, const uint16_t *x, float *y);
+
+enum { INT8, BFLOAT16, FLOAT16, PLAIN_FORMATS, IN_PAIRS = PLAIN_FORMATS };
 
 /* ---- generic ---- */
 
@@ -412,6 +420,40 @@ ROW_256(int8_row_avx2, int8_t, INT8_8, from_int8)
 ROW_256(bfloat_row_avx2, uint16_t, BFLOAT_8, from_bfloat)
 ROW_256(half_row_avx2, uint16_t, HALF_8, from_half)
 
+/* A row is one lane here, whose sum takes in two products at a time, from the first to the last, but begins anew every CHUNK
+ * inputs: the sums of chunks are added at the end. */
+AVX512_BF16 static void in_pairs_avx512(const uint16_t *w, ptrdiff_t K, ptrdiff_t rows, const uint16_t *x, float *y) {
+    for (ptrdiff_t n = 0; n < rows; n += 16, w += 16 * K) {
+        __m512 total = _mm512_setzero_ps();
+        for (ptrdiff_t from = 0; from < K; from += CHUNK) {
+            __m512 sum = _mm512_setzero_ps();
+            for (ptrdiff_t k = from; k < K && k < from + CHUNK; k += 8) {
+                if (k % 32 == 0)
+                    for (int i = 16; i < 32; i++) _mm_prefetch((const char *)(w + i * K + k), _MM_HINT_T1);
+                __m512i q[4]; /* q[i]: four pairs of the rows i, i + 4, i + 8, i + 12 */
+                for (int i = 0; i < 4; i++) {
+                    const __m128i *row = (const __m128i *)(w + i * K + k);
+                    q[i] = _mm512_broadcast_i32x4(_mm_loadu_si128(row));
+                    q[i] = _mm512_mask_broadcast_i32x4(q[i], 0x00f0, _mm_loadu_si128(row + K / 2));
+                    q[i] = _mm512_mask_broadcast_i32x4(q[i], 0x0f00, _mm_loadu_si128(row + K));
+                    q[i] = _mm512_mask_broadcast_i32x4(q[i], 0xf000, _mm_loadu_si128(row + K / 2 * 3));
+                }
+                const __m512i a = _mm512_unpacklo_epi32(q[0], q[1]), b = _mm512_unpackhi_epi32(q[0], q[1]);
+                const __m512i c = _mm512_unpacklo_epi32(q[2], q[3]), d = _mm512_unpackhi_epi32(q[2], q[3]);
+                const __m512i pair[4] = {_mm512_unpacklo_epi64(a, c), _mm512_unpackhi_epi64(a, c), _mm512_unpacklo_epi64(b, d),
+                                         _mm512_unpackhi_epi64(b, d)}; /* of the rows 0 .. 15, a lane each */
+                for (int i = 0; i < 4; i++) {
+                    int32_t both;
+                    memcpy(&both, x + k + 2 * i, 4);
+                    sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(both), (__m512bh)pair[i]);
+                }
+            }
+            total = _mm512_add_ps(total, sum);
+        }
+        _mm512_storeu_ps(y + n, total);
+    }
+}
+
 #elif defined(__aarch64__)
 
 static void plane_row_neon(const uint8_t *codes, ptrdiff_t bytes, int p, ptrdiff_t b, const int8_t *x, ptrdiff_t xstride,
@@ -455,23 +497,28 @@ struct isa {
     row_scales scales;
     plain_row plain[PLAIN_FORMATS];
     int2_rows int2; /* or NULL */
+    in_pairs pairs; /* or NULL */
 };
 
-static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
-static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
+static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
+
+/* Whether the chosen instruction set can do IN_PAIRS. */
+int apex_has_pairs(void) { return chosen.pairs != NULL; }
 
 /* Takes the named instruction set, or the best for NULL. Returns its name, or NULL where this machine does not have it. */
 const char *apex_select(const char *name) {
 #if defined(__x86_64__)
-    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512};
-    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL};
+    static struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512, NULL};
+    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL, NULL};
     __builtin_cpu_init();
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (__builtin_cpu_supports("avx512bf16")) avx512.pairs = in_pairs_avx512;
     const struct isa *known[] = {has_avx512 ? &avx512 : NULL, has_avx2 ? &avx2 : NULL, &GENERIC};
 #elif defined(__aarch64__)
-    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
     const struct isa *known[] = {&neon, &GENERIC};
 #else
     const struct isa *known[] = {&GENERIC};
@@ -502,7 +549,7 @@ struct expert {
 struct inputs {
     int T, planes, widths[2];
     const float *x; /* [T][K] */
-    int8_t *xi[2];  /* of each plane: [T][stride] */
+    int8_t *xi[2];  /* of each plane: [T][stride]; IN_PAIRS: x itself in bfloat16 */
     ptrdiff_t stride[2];
     float *scale, *sum; /* [T][G] */
 };
@@ -536,6 +583,7 @@ static int32_t quantize(const float *x, ptrdiff_t group, int8_t *v, float *scale
 /* Room for the inputs of T tokens, with those of `x` [T][K] still to be put there by `arrange`. */
 static struct inputs inputs_at(const struct matrix *m, const float *x, int T, void *room) {
     struct inputs in = {.T = T, .x = x};
+    if (m->format == IN_PAIRS) in.planes = 1, in.xi[0] = room, in.stride[0] = 2 * m->K;
     if (!m->group) return in;
     in.planes = m->bits == 3 ? 2 : 1;
     in.widths[0] = m->bits == 4 ? 4 : 2, in.widths[1] = 1;
@@ -555,9 +603,19 @@ static size_t room_bytes(const struct matrix *m, int T) {
                                 2 * groups(m) * (ptrdiff_t)sizeof(float)) + BLOCK;
 }
 
-/* The inputs of token t to int8 by groups: xi in the order of each plane, x ~ scale * xi, sum = scale * (sum of xi). */
+/* The inputs of token t to int8 by groups: xi in the order of each plane, x ~ scale * xi, sum = scale * (sum of xi).
+ * IN_PAIRS they are in bfloat16 already, if as floats: nothing is rounded. */
 static void arrange(const struct matrix *m, const struct inputs *in, int t) {
     const ptrdiff_t group = m->group, G = groups(m);
+    if (m->format == IN_PAIRS) {
+        uint16_t *narrow = (uint16_t *)(in->xi[0] + t * in->stride[0]);
+        for (ptrdiff_t k = 0; k < m->K; k++) {
+            uint32_t bits;
+            memcpy(&bits, in->x + t * m->K + k, 4);
+            narrow[k] = (uint16_t)(bits >> 16);
+        }
+        return;
+    }
     int8_t v[MOST_GROUP];
     for (int i = 0; i < in->planes; i++) /* a block that is not full ends in zeros */
         memset(in->xi[i] + (t + 1) * in->stride[i] - BLOCK * (8 / in->widths[i]), 0, (size_t)(BLOCK * (8 / in->widths[i])));
@@ -598,6 +656,11 @@ static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const str
     const uint16_t *scale = (const uint16_t *)m->scale + n * G, *zero = m->zero + n * G;
     if (m->bits == 2 && m->group == 64 && chosen.int2) {
         chosen.int2(m->codes[0] + n * K / 4, scale, zero, G, count, in->xi[0], in->stride[0], in->scale, in->sum, T, y, ystride);
+        return;
+    }
+    if (m->format == IN_PAIRS) {
+        const uint16_t *w = (const uint16_t *)m->codes[0] + n * K, *x = (const uint16_t *)in->xi[0];
+        for (int t = 0; t < T; t++) chosen.pairs(w, K, count, x + t * K, y + t * ystride);
         return;
     }
     float scales[G + 1], sums[TOKENS];

@@ -6,7 +6,8 @@ For a group of inputs with absmax m, a = m / 127 and xi = round(x / a), a matrix
 
 which is the product of the dequantized matrix with the rounded inputs a * xi: `Reference(..., round_inputs=True)` is its truth.
 INT8 and 16-bit twins keep float inputs. 16-bit twins are computed here for a few tokens only (torch's matrix products win above),
-rounding where torch rounds: after each matrix, the activation and the product, to the dtype of `x`.
+rounding where torch rounds: after each matrix, the activation and the product, to the dtype of `x`. `sums_like_torch` tells where
+bfloat16 twins can have the very sums of torch, for one token: where a sum's order is that of oneDNN's kernel for avx512-bf16.
 
 Instruction sets, the best chosen when the library is loaded: avx512-vnni, avx2, neon, generic.
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import linear
 
 from apex_engine.kernels.layout import MATRICES, RAW, Layout
 from apex_engine.kernels.packing import PLANES
@@ -32,6 +34,7 @@ from apex_engine.kernels.reference import Activation, Reference, Routed, one_by_
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
+IN_PAIRS = 3
 ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -79,19 +82,52 @@ def select(isa: str | None = None) -> str | None:
     return name.decode() if name else None
 
 
+def sums_like_torch(layout: Layout, memory: Tensor) -> bool:
+    """Whether torch on this machine multiplies one bfloat16 token with such matrices as `NativeKernel(like_torch=True)` does,
+    bit for bit. Found out by trying, in the first slot of `memory` `[S, stride]`, which holds nothing afterwards.
+
+    Every product of the trial has its negative further on in a row: what is left of the sum is what was rounded on the way, and
+    tells one order from another in nearly every row.
+    """
+    lib, (up_rows, hidden) = library(), layout.shape.matrix("up")
+    if layout.up.name != "bfloat16" or layout.shape.bias or up_rows % 32 or hidden % 16 or lib is None:
+        return False
+    if not select() or not lib.apex_has_pairs():
+        return False
+    views, kernel = layout.views(memory[0]), NativeKernel(layout, memory[:1], like_torch=True)
+    same = True
+    for matrix in MATRICES:
+        n, k = layout.shape.matrix(matrix)
+        draw = torch.Generator().manual_seed(k)
+        order = torch.randperm(k, generator=draw)
+        half = torch.randn(min(n, 256), k // 2, generator=draw)
+        rows = torch.cat([half, -half], 1)[:, order].bfloat16()
+        x = torch.randn(1, k // 2, generator=draw).repeat(1, 2)[:, order].bfloat16()
+        weight = views[f"{matrix}.weight"]
+        for i in range(0, n, len(rows)):
+            weight[i : i + len(rows)] = rows[: n - i]
+        same &= torch.equal(kernel.linear(x.float(), 0, matrix).bfloat16(), linear(x, weight))
+    memory[0] = 0xFF  # NaN
+    return same
+
+
 class NativeKernel:
     """Experts of a pool on the CPU."""
 
-    def __init__(self, layout: Layout, memory: Tensor) -> None:
-        """`memory`: uint8 `[S, stride]` on the CPU."""
+    def __init__(self, layout: Layout, memory: Tensor, like_torch: bool = False) -> None:
+        """`memory`: uint8 `[S, stride]` on the CPU. `like_torch`, where `sums_like_torch`: give torch's own results to the bit,
+        which is by torch for all but one bfloat16 token."""
         lib = library()
         assert lib is not None
         self.name = f"native {select()}"
+        if like_torch:
+            self.name = "native avx512-bf16"
         self._lib, self._layout = lib, layout
         self._memory = memory  # the structs below point into it
         self._raw = layout.up.name in RAW
+        self._like_torch = like_torch
         self._torch = Reference(layout, memory)
-        self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr()) for row in memory))
+        self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr(), like_torch) for row in memory))
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
@@ -99,7 +135,7 @@ class NativeKernel:
         fused = activation.swiglu and activation.finish is None and not self._layout.shape.bias
         if self._raw:
             # Each expert by itself: what else is in the call depends on what is resident.
-            to_torch = np.diff(routed.first) > (MOST_TOKENS if fused and x.dtype in ROUND else 0)
+            to_torch = np.diff(routed.first) > (self._most_tokens(x.dtype) if fused else 0)
             if to_torch.any():
                 self._torch(x, *_some(slots, routed, to_torch), gates, activation, out)
                 slots, routed = _some(slots, routed, ~to_torch)
@@ -128,6 +164,12 @@ class NativeKernel:
         if failed:
             raise MemoryError
 
+    def _most_tokens(self, dtype: torch.dtype) -> int:
+        """Of an expert that is computed here, for a 16-bit twin."""
+        if self._like_torch:
+            return 1 if dtype == torch.bfloat16 else 0
+        return MOST_TOKENS if dtype in ROUND else 0
+
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
         x = x.contiguous()
@@ -138,7 +180,7 @@ class NativeKernel:
         return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
 
 
-def _expert(layout: Layout, base: int) -> Expert:
+def _expert(layout: Layout, base: int, like_torch: bool) -> Expert:
     at = {field.name: base + field.offset for field in layout.fields}
     matrices = []
     for matrix in MATRICES:
@@ -150,7 +192,8 @@ def _expert(layout: Layout, base: int) -> Expert:
         codes = (ctypes.c_void_p * 2)(*(at[name] for name in names))
         scale, zero = (at.get(f"{matrix}.{part}", 0) for part in ("scale", "zero"))
         n, k = layout.shape.matrix(matrix)
-        matrices.append(Matrix(n, k, form.group, form.bits, FORMATS.get(form.name, 0), codes, scale, zero))
+        number = IN_PAIRS if like_torch else FORMATS.get(form.name, 0)
+        matrices.append(Matrix(n, k, form.group, form.bits, number, codes, scale, zero))
     return Expert(*matrices)
 
 

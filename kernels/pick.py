@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from apex_engine.kernels.layout import RAW, Layout
-from apex_engine.kernels.native import NativeKernel, select
+from apex_engine.kernels.native import NativeKernel, select, sums_like_torch
 from apex_engine.kernels.reference import Kernel, Reference
 from apex_engine.vocabulary import ApexError
 
@@ -15,16 +15,19 @@ KERNELS = ("auto", "torch", "native", "numba", "triton")
 
 
 def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> Kernel:
-    """The kernel `name` for slots `memory`, uint8 `[S, stride]`; "auto": the fastest for this layout that the machine has.
+    """The kernel `name` for slots `memory`, uint8 `[S, stride]`, that hold nothing yet; "auto": the fastest for this layout that
+    the machine has.
 
-    `bit_equal`: with "auto", take for a 16-bit twin the one whose sums are transformers' own to the last bit in any batch, torch,
-    because in 16-bit activations the last bit decides between likeliest tokens now and then.
+    `bit_equal`: with "auto", take for a 16-bit twin one whose sums are transformers' own to the last bit in any batch, torch's or
+    such as are tried to be like them, because in 16-bit activations the last bit decides between likeliest tokens now and then.
 
     With "numba", INT8 and 16-bit twins are torch's own. Raises ApexError where the
     machine does not have the kernel asked for.
     """
     on_cpu = memory.device.type == "cpu"
     if name == "auto" and bit_equal and layout.up.name in RAW:
+        if on_cpu and sums_like_torch(layout, memory):
+            return NativeKernel(layout, memory, like_torch=True)
         name = "torch"
     if name == "auto":
         name = _fastest(on_cpu)

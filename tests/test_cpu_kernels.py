@@ -145,6 +145,79 @@ def test_sixteen_bit_experts_round_where_torch_rounds(isa, form):
     native.select()
 
 
+class TestLikeTorch:
+    """One bfloat16 token gives torch's own bits, where the machine's torch sums as `native` knows how to."""
+
+    @pytest.fixture
+    def make(self):
+        def kernel(hidden: int, intermediate: int) -> tuple[Layout, torch.Tensor, native.NativeKernel]:
+            layout, memory = a_pool(ExpertShape(hidden, intermediate, True), form(16, 0), form(16, 0), slots=2)
+            blobs = memory.clone()
+            if not native.sums_like_torch(layout, memory):
+                pytest.skip("torch sums otherwise on this machine, or it has no avx512-bf16: torch computes there")
+            assert (memory[0] == 0xFF).all() and torch.equal(memory[1:], blobs[1:])
+            return layout, blobs, native.NativeKernel(layout, blobs, like_torch=True)
+
+        return kernel
+
+    @pytest.mark.parametrize("hidden, intermediate", [(192, 384), (160, 96), (768, 2048), (2048, 1408), (4096, 64)])
+    def test_experts(self, make, hidden, intermediate):
+        layout, memory, kernel = make(hidden, intermediate)
+        assert kernel.name == "native avx512-bf16"
+        pair, routed = np.arange(1), Routed(np.array([0, 1, 2]), np.zeros(2, np.int64), np.arange(2))
+        both, three = Routed(np.array([0, 1, 4]), np.array([0, 0, 1, 2]), np.arange(4)), torch.rand(4)
+        for scale in (0.01, 1, 100):
+            x = (torch.randn(3, hidden) * scale).bfloat16()
+            found, expected = torch.full((2, 2, hidden), float("nan"))
+            kernel(x[:1], [1, 0], routed, three, SWIGLU, found)
+            Reference(layout, memory)(x[:1], [1, 0], routed, three, SWIGLU, expected)
+            assert torch.equal(found, expected) and expected.any()
+            found, expected = torch.full((2, 4, hidden), float("nan"))  # one expert has three tokens: torch's
+            kernel(x, [1, 0], both, three, SWIGLU, found)
+            Reference(layout, memory)(x, [1, 0], both, three, SWIGLU, expected)
+            assert torch.equal(found, expected)
+            found, expected = torch.full((2, 1, hidden), float("nan"))  # another dtype: torch's
+            kernel(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, found)
+            Reference(layout, memory)(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, expected)
+            assert torch.equal(found, expected)
+
+    def test_silu_of_every_number(self, make):
+        layout, memory, kernel = make(128, 128)
+        numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        x, views, pair = torch.zeros(1, 128, dtype=torch.bfloat16), layout.views(memory[0]), np.arange(1)
+        x[0, 0], routed = 1, Routed(np.array([0, 1]), pair, pair)
+        views["up.weight"].zero_()
+        views["up.weight"][128:, 0] = 1
+        views["down.weight"].copy_(torch.eye(128))
+        for gates in numbers[numbers.isfinite()].split(128):
+            views["up.weight"][:128, 0] = gates
+            found, expected = torch.full((2, 1, 128), float("nan"))
+            kernel(x, [0], routed, torch.ones(1), SWIGLU, found)
+            Reference(layout, memory)(x, [0], routed, torch.ones(1), SWIGLU, expected)
+            assert torch.equal(found, expected), gates
+
+    def test_the_trial_tells_another_order(self, make, monkeypatch):
+        make(192, 384)
+        layout = Layout(ExpertShape(192, 384, True), form(16, 0), form(16, 0))
+        for other in (
+            lambda x, w: (x.float() @ w.float().T).bfloat16(),
+            lambda x, w: torch.nn.functional.linear(x.flip(-1), w.flip(-1)),
+            lambda x, w: torch.cat([torch.nn.functional.linear(x, w)[:, :-1], x[:, :1]], 1),
+        ):
+            monkeypatch.setattr(native, "linear", other)
+            assert not native.sums_like_torch(layout, torch.zeros(1, layout.stride, dtype=torch.uint8))
+
+    @pytest.mark.parametrize(
+        "parts", [(72, 40, "bfloat16", ""), (192, 384, "float16", ""), (192, 384, "bfloat16", "bfloat16")]
+    )
+    def test_what_it_does_not_know(self, parts):
+        hidden, intermediate, name, bias = parts
+        layout = Layout(ExpertShape(hidden, intermediate, True, bias), MatrixFormat(name), MatrixFormat(name))
+        memory = torch.zeros(1, layout.stride, dtype=torch.uint8)
+        assert not native.sums_like_torch(layout, memory)
+        assert pick.pick("auto", layout, memory, bit_equal=True).name == "torch"
+
+
 def test_nothing_to_do():
     layout, memory = a_pool(ExpertShape(64, 64, True), form(2, 32), form(2, 32))
     empty = np.zeros(0, np.int64)
