@@ -59,17 +59,22 @@ def benchmark(
         for form in FORMATS:
             layout = Layout(shape, *(2 * [MatrixFormat(form, 64 if form == "int2" else 0)]))
             memory = _pool(layout, device)
-            for name in names:
+            wanted = [(name, False) for name in names]
+            if "native" in names and form in RAW and device.type == "cpu":
+                wanted.append(("auto", True))  # what `exact` takes
+            for name, bit_equal in wanted:
                 try:
-                    kernel = pick(name, layout, memory)
+                    kernel = pick(name, layout, memory, bit_equal)
                 except ApexError:
                     continue  # not on this machine
                 if kernel.name == "torch" and name != "torch":
                     continue  # this kernel leaves the format to torch
+                if bit_equal:
+                    memory[0] = memory[1]  # where it was tried
                 check(kernel, layout, memory)
                 slow = name == "torch" and form in ("int2", "int8") and device.type == "cpu"  # seconds a call
                 for t in tokens:
-                    if not (slow and t > 16):
+                    if not (slow and t > 16) and not (bit_equal and t > 1):  # the others are torch's then
                         row = {"shape": shape_name, "format": form, "kernel": kernel.name, "tokens": t}
                         rows.append({**row, **timed(kernel, layout, memory, t)})
             del memory
@@ -77,19 +82,21 @@ def benchmark(
 
 
 def check(kernel: Kernel, layout: Layout, memory: torch.Tensor) -> None:
-    """Three tokens against the reference, inputs rounded where the kernel rounds them."""
-    x, gates = torch.randn(3, layout.shape.hidden, device=memory.device), torch.ones(3, device=memory.device)
-    pairs = np.arange(3)
-    routed = Routed(np.array([0, 3]), pairs, pairs)
+    """One token and three against the reference, inputs rounded where the kernel rounds them."""
     rounded = memory.device.type == "cpu" and kernel.name != "torch"
-    found, expected = torch.zeros(2, 3, layout.shape.hidden, device=memory.device)
-    kernel(x, [1], routed, gates, SWIGLU, found)
-    Reference(layout, memory[:2], round_inputs=rounded)(x, [1], routed, gates, SWIGLU, expected)
-    error = ((found - expected).norm() / expected.norm()).item()
-    if not error <= 2e-3:
-        raise ApexError(
-            f"{kernel.name} is wrong for {layout.up.name} ({error:.1e} from the reference): nothing is measured"
-        )
+    reference = Reference(layout, memory[:2], round_inputs=rounded)
+    for tokens in (1, 3):
+        x = torch.randn(tokens, layout.shape.hidden, device=memory.device).to(RAW.get(layout.up.name, torch.float32))
+        gates, pairs = torch.ones(tokens, device=memory.device), np.arange(tokens)
+        routed = Routed(np.array([0, tokens]), pairs, pairs)
+        found, expected = torch.zeros(2, tokens, layout.shape.hidden, device=memory.device)
+        kernel(x, [1], routed, gates, SWIGLU, found)
+        reference(x, [1], routed, gates, SWIGLU, expected)
+        error = ((found - expected).norm() / expected.norm()).item()
+        if not error <= 2e-3:
+            raise ApexError(
+                f"{kernel.name} is wrong for {layout.up.name} ({error:.1e} from the reference): nothing is measured"
+            )
 
 
 def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> dict[str, float]:
