@@ -125,24 +125,21 @@ GENERIC_ROW(int8_row_generic, from_int8)
 GENERIC_ROW(bfloat_row_generic, from_bfloat)
 GENERIC_ROW(half_row_generic, from_half)
 
-/* The nearest bfloat16 or float16, as a float: what torch stores between its operations. */
-static float rounded(float f, int format) {
+/* The nearest bfloat16 or float16, as a float: what torch stores between its operations. Format 0: f itself. */
+static inline float rounded(float f, int format) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
-    if (format == BFLOAT16 && f == f) {
-        bits += 0x7fff + (bits >> 16 & 1);
-        bits &= 0xffff0000;
-        memcpy(&f, &bits, 4);
-    } else if (format == FLOAT16 && f == f) {
-        const float magnitude = fabsf(f);
-        if (magnitude >= 65520) return copysignf(INFINITY, f);
-        /* adding and subtracting 2^13 ulps of the value drops the bits below half precision, subnormals included */
-        int exponent;
-        frexpf(magnitude, &exponent);
-        const float step = ldexpf(1, (exponent < -13 ? -13 : exponent) + 12);
-        volatile float sum = magnitude + step;
-        f = copysignf(sum - step, f);
+    const uint32_t sign = bits & 0x80000000, magnitude = bits & 0x7fffffff;
+    if (format == BFLOAT16) bits = f == f ? (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000 : bits;
+    if (format == FLOAT16) {
+        const float shifted = (fabsf(f) + 0.5f) - 0.5f; /* the nearest multiple of 2^-24, the subnormals' step */
+        uint32_t small, normal = (magnitude + 0xfff + (magnitude >> 13 & 1)) & 0xffffe000;
+        memcpy(&small, &shifted, 4);
+        normal = normal >= 0x47800000 ? 0x7f800000 : normal; /* 2^16 */
+        normal = magnitude < 0x38800000 ? small : normal;    /* 2^-14 */
+        bits = f == f ? sign | normal : bits;
     }
+    memcpy(&f, &bits, 4);
     return f;
 }
 
@@ -730,10 +727,10 @@ static void widen(const void *x, int format, ptrdiff_t from, ptrdiff_t count, fl
     else memcpy(y, (const float *)x + from, (size_t)count * sizeof(float));
 }
 
-/* exp(x) to three units in the last place, for |x| <= 80, which is all that silu can tell from 0 and 1: 2^n times the Taylor
- * polynomial of the rest, which is at most half of ln 2. */
+/* exp(x) to three units in the last place: 2^n times the Taylor polynomial of the rest, which is at most half of ln 2. Below -80 it
+ * is exp(-80), which added to 1 is lost as well. */
 static inline float exponential(float x) {
-    const float within = x > 80 ? 80 : x < -80 ? -80 : x;
+    const float most = 88.72f, within = x > most ? most : x < -80 ? -80 : x;
     const float shifted = within * 0x1.715476p0f + 0x1.8p23f, n = shifted - 0x1.8p23f; /* n in the low bits of shifted */
     const float r = within - n * 0x1.62e4p-1f - n * 0x1.7f7d1cp-20f; /* ln 2 in two parts, the first of few bits */
     const float p = 1 + r * (1 + r * (1 / 2.f + r * (1 / 6.f + r * (1 / 24.f + r * (1 / 120.f + r * (1 / 720.f))))));
@@ -743,19 +740,22 @@ static inline float exponential(float x) {
     memcpy(&bits, &p, 4);
     bits += power << 23;
     memcpy(&f, &bits, 4);
-    return f;
+    return x > most ? INFINITY : f;
 }
 
 /* y = silu(gate) * up, rounded where torch rounds: after each operation. */
-static void swiglu(const float *gate, const float *up, ptrdiff_t count, int round, float *y) {
-    if (!round) { /* the same without calls, which the compiler makes a vector loop of */
-        for (ptrdiff_t i = 0; i < count; i++) y[i] = gate[i] / (1 + exponential(-gate[i])) * up[i];
-        return;
-    }
+static inline __attribute__((always_inline)) void swiglu_of(const float *gate, const float *up, ptrdiff_t count, const int round, float *y) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const float g = rounded(gate[i], round);
-        y[i] = rounded(rounded(g / (1 + expf(-g)), round) * rounded(up[i], round), round);
+        y[i] = rounded(rounded(g / (1 + exponential(-g)), round) * rounded(up[i], round), round);
     }
+}
+
+static void swiglu(const float *gate, const float *up, ptrdiff_t count, int round, float *y) {
+    /* a loop for each format, without calls or choices: the compiler makes vectors of it */
+    if (round == BFLOAT16) swiglu_of(gate, up, count, BFLOAT16, y);
+    else if (round == FLOAT16) swiglu_of(gate, up, count, FLOAT16, y);
+    else swiglu_of(gate, up, count, 0, y);
 }
 
 static ptrdiff_t tiles(const struct work *w, ptrdiff_t rows) { return (rows + w->tile - 1) / w->tile * w->blocks; }
@@ -791,8 +791,7 @@ static void down_tile(const struct work *w, ptrdiff_t j) {
         const int64_t to = w->row[b->at + t];
         const float gate = w->gates[to], *from = down + t * w->tile;
         float *y = w->out + to * w->H + n;
-        if (w->round) for (ptrdiff_t i = 0; i < count; i++) y[i] = gate * rounded(from[i], w->round);
-        else for (ptrdiff_t i = 0; i < count; i++) y[i] = gate * from[i];
+        for (ptrdiff_t i = 0; i < count; i++) y[i] = gate * rounded(from[i], w->round);
     }
 }
 
