@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,8 @@ SHAPES = {  # (intermediate, hidden)
 TOKENS = (1, 4, 16, 128)
 FORMATS = ("float16", "bfloat16", "int8", "int2")
 WORKING_SET = 300 << 20  # bytes of slots gone through in turns: more than the caches hold
-SECONDS = 0.5  # of measuring each entry, at least three runs
+TURNS, SECONDS = 15, 0.03  # of each kernel, and how long one takes: at least a call
+LEAST_TURNS = 3  # of a kernel whose calls take longer than a turn
 SWIGLU = Activation(swiglu, swiglu=True)
 
 
@@ -51,34 +53,62 @@ def main() -> None:
 def benchmark(
     shapes: list[str], tokens: list[int], names: tuple[str, ...] | list[str], device: torch.device
 ) -> dict[str, Any]:
-    """Times in milliseconds. Every kernel is checked against the reference first; raises ApexError where one is wrong."""
+    """Times in milliseconds, the kernels of a shape in turns, so that a slow spell of the machine is everyone's; a ratio is the
+    median of those of the turns. Every kernel is checked against the reference first; raises ApexError where one is wrong."""
     rows = []
-    for shape_name in track(shapes, "timing", console=console):
-        intermediate, hidden = SHAPES[shape_name]
-        shape = ExpertShape(hidden, intermediate, True)
-        for form in FORMATS:
-            layout = Layout(shape, *(2 * [MatrixFormat(form, 64 if form == "int2" else 0)]))
-            memory = _pool(layout, device)
-            wanted = [(name, False) for name in names]
-            if "native" in names and form in RAW and device.type == "cpu":
-                wanted.append(("auto", True))  # what `exact` takes
-            for name, bit_equal in wanted:
-                try:
-                    kernel = pick(name, layout, memory, bit_equal)
-                except ApexError:
-                    continue  # not on this machine
-                if kernel.name == "torch" and name != "torch":
-                    continue  # this kernel leaves the format to torch
-                if bit_equal:
-                    memory[0] = memory[1]  # where it was tried
-                check(kernel, layout, memory)
-                slow = name == "torch" and form in ("int2", "int8") and device.type == "cpu"  # seconds a call
-                for t in tokens:
-                    if not (slow and t > 16) and not (bit_equal and t > 1):  # the others are torch's then
-                        row = {"shape": shape_name, "format": form, "kernel": kernel.name, "tokens": t}
-                        rows.append({**row, **timed(kernel, layout, memory, t)})
-            del memory
+    for shape in track(shapes, "timing", console=console):
+        entries = list(_entries(shape, names, device))
+        for t in tokens:
+            turns: dict[tuple[str, str], list[float]] = {}
+            for turn in range(TURNS):
+                for layout, kernel, memory, most in entries:
+                    times = turns.setdefault((layout.up.name, kernel.name), [])
+                    if t <= most and (turn < LEAST_TURNS or times[-1] < 1e3 * SECONDS):
+                        times.append(timed(kernel, layout, memory, t))
+            for (form, name), times in turns.items():
+                if not times:
+                    continue
+                layout, milliseconds = _layout(shape, form), statistics.median(times)
+                row = {"shape": shape, "format": form, "kernel": name, "tokens": t, "ms": milliseconds}
+                row["gb_s"] = sum(field.nbytes for field in layout.fields) / milliseconds / 1e6
+                row["fp16_gb_s"] = 2 * layout.shape.weights / milliseconds / 1e6
+                for base in RAW:
+                    if (base, "torch") in turns:
+                        ratios = [a / b for a, b in zip(times, turns[base, "torch"], strict=False)]
+                        row[f"x_{base}"] = statistics.median(ratios)
+                rows.append(row)
+        del entries
+    rows.sort(key=lambda row: (shapes.index(row["shape"]), FORMATS.index(row["format"])))
     return {"machine": machine(device), "copy_gb_s": copy_bandwidth(device), "rows": rows}
+
+
+def _entries(
+    shape: str, names: Sequence[str], device: torch.device
+) -> Iterator[tuple[Layout, Kernel, torch.Tensor, float]]:
+    """Kernels of this machine, their slots, and the most tokens they are timed with."""
+    for form in FORMATS:
+        layout = _layout(shape, form)
+        memory = _pool(layout, device)
+        wanted = [(name, False) for name in names]
+        if "native" in names and form in RAW and device.type == "cpu":
+            wanted.append(("auto", True))  # what `exact` takes
+        for name, bit_equal in wanted:
+            try:
+                kernel = pick(name, layout, memory, bit_equal)
+            except ApexError:
+                continue  # not on this machine
+            if kernel.name == "torch" and name != "torch":
+                continue  # this kernel leaves the format to torch
+            if bit_equal:
+                memory[0] = memory[1]  # where it was tried
+            check(kernel, layout, memory)
+            slow = name == "torch" and form in ("int2", "int8") and device.type == "cpu"  # seconds a call
+            yield layout, kernel, memory, 1 if bit_equal else 16 if slow else math.inf  # more are torch's
+
+
+def _layout(shape: str, form: str) -> Layout:
+    intermediate, hidden = SHAPES[shape]
+    return Layout(ExpertShape(hidden, intermediate, True), *(2 * [MatrixFormat(form, 64 if form == "int2" else 0)]))
 
 
 def check(kernel: Kernel, layout: Layout, memory: torch.Tensor) -> None:
@@ -99,7 +129,8 @@ def check(kernel: Kernel, layout: Layout, memory: torch.Tensor) -> None:
             )
 
 
-def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> dict[str, float]:
+def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> float:
+    """Milliseconds of the median call of one turn."""
     dtype = RAW.get(layout.up.name, torch.bfloat16)
     x = torch.randn(tokens, layout.shape.hidden, device=memory.device).to(dtype)
     gates = torch.ones(tokens, device=memory.device)
@@ -111,13 +142,7 @@ def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> 
         turn[0] = (turn[0] + 1) % len(memory)
         kernel(x, [turn[0]], routed, gates, SWIGLU, out)
 
-    milliseconds = _median(call, memory.device)
-    real = sum(field.nbytes for field in layout.fields)
-    return {
-        "ms": milliseconds,
-        "gb_s": real / milliseconds / 1e6,
-        "fp16_gb_s": 2 * layout.shape.weights / milliseconds / 1e6,
-    }
+    return _median(call, memory.device)
 
 
 def copy_bandwidth(device: torch.device, from_host: bool = False) -> float:
@@ -140,7 +165,7 @@ def _median(call: Callable[[], Any], device: torch.device) -> float:
     call()
     times: list[float] = []
     wait()
-    while len(times) < 3 or sum(times) < SECONDS:
+    while not times or sum(times) < SECONDS:
         start = time.perf_counter()
         call()
         wait()
@@ -153,11 +178,6 @@ def markdown(result: dict[str, Any]) -> str:
     lines = [f"Machine: {result['machine']}; a large copy reads {result['copy_gb_s']:.1f} GB/s.", ""]
     for shape in dict.fromkeys(row["shape"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["shape"] == shape]
-        base = {
-            (row["format"], row["tokens"]): row["ms"]
-            for row in rows
-            if row["kernel"] == "torch" and row["format"] in RAW
-        }
         lines += [
             f"### {shape} ({SHAPES[shape][0]} x {SHAPES[shape][1]})",
             "",
@@ -165,7 +185,6 @@ def markdown(result: dict[str, Any]) -> str:
             "|---|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for row in rows:
-            ratios = [row["ms"] / base[form, row["tokens"]] if (form, row["tokens"]) in base else None for form in RAW]
             cells = [
                 row["format"],
                 row["kernel"],
@@ -174,7 +193,7 @@ def markdown(result: dict[str, Any]) -> str:
                 f"{row['gb_s']:.1f}",
                 f"{row['gb_s'] / result['copy_gb_s']:.0%}",
                 f"{row['fp16_gb_s']:.0f}",
-                *("-" if ratio is None else f"{ratio:.2f}" for ratio in reversed(ratios)),
+                *(f"{row[ratio]:.2f}" if ratio in row else "-" for ratio in ("x_float16", "x_bfloat16")),
             ]
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
