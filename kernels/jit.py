@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apex_engine.kernels.layout import MATRICES, Layout, MatrixFormat
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Routed, Views, one_by_one
+from apex_engine.kernels.reference import Activation, Routed, Views, unfused
 
 TILE = 32  # rows that a thread takes at once
 
@@ -43,10 +43,7 @@ class JitKernel:
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
         if not (self._fused and activation.swiglu and activation.finish is None):
-            one_by_one(
-                lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
-                x.float(), slots, routed, gates, activation, out,
-            )  # fmt: skip
+            unfused(self.linear, x, slots, routed, gates, activation, out)
             return
         shared, first = (x.float().numpy(), gates.numpy(), out.numpy()), routed.first.tolist()
         for i, slot in enumerate(slots):

@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 
 from apex_engine.kernels.layout import MATRICES, RAW, Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Reference, Routed, one_by_one
+from apex_engine.kernels.reference import Activation, Reference, Routed, unfused
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
@@ -125,7 +125,7 @@ class NativeKernel:
         self._lib, self._layout = lib, layout
         self._memory = memory  # the structs below point into it
         self._raw = layout.up.name in RAW
-        self._like_torch = like_torch
+        self._like_torch, self._threads = like_torch, torch.get_num_threads()
         self._torch = Reference(layout, memory)
         self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr(), like_torch) for row in memory))
 
@@ -142,10 +142,7 @@ class NativeKernel:
         if not slots:
             return
         if not fused or x.dtype not in ROUND:
-            one_by_one(
-                lambda some, slot: self.linear(activation.apply(self.linear(some, slot, "up")), slot, "down"),
-                x.float(), slots, routed, gates, activation, out,
-            )  # fmt: skip
+            unfused(self.linear, x, slots, routed, gates, activation, out)
             return
         x = x.contiguous()
         failed = self._lib.apex_swiglu_experts(
@@ -166,8 +163,8 @@ class NativeKernel:
 
     def _most_tokens(self, dtype: torch.dtype) -> int:
         """Of an expert that is computed here, for a 16-bit twin."""
-        if self._like_torch:
-            return 1 if dtype == torch.bfloat16 else 0
+        if self._like_torch:  # with other threads, oneDNN may divide a long row of few outputs among them
+            return int(dtype == torch.bfloat16 and torch.get_num_threads() == self._threads)
         return MOST_TOKENS if dtype in ROUND else 0
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:

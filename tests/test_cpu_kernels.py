@@ -181,6 +181,12 @@ class TestLikeTorch:
             Reference(layout, memory)(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, expected)
             assert torch.equal(found, expected)
 
+    def test_with_other_threads_than_tried_it_is_torchs(self, make, monkeypatch):
+        _, _, kernel = make(192, 384)
+        assert kernel._most_tokens(torch.bfloat16) == 1
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 61)
+        assert kernel._most_tokens(torch.bfloat16) == 0
+
     def test_silu_of_every_number(self, make):
         layout, memory, kernel = make(128, 128)
         numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
