@@ -45,7 +45,7 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check -o docs/gpu-check.json
 
 # torch first and alone: left to the other packages it may come as a CUDA build of several gigabytes.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt kernels/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval,dev]'

@@ -89,7 +89,7 @@ def _entries(
     for form in FORMATS:
         layout = _layout(shape, form)
         memory = _pool(layout, device)
-        wanted = [(name, False) for name in names]
+        wanted, seen = [(name, False) for name in names], set[str]()
         if "native" in names and form in RAW and device.type == "cpu":
             wanted.append(("auto", True))  # what `exact` takes
         for name, bit_equal in wanted:
@@ -99,6 +99,9 @@ def _entries(
                 continue  # not on this machine
             if kernel.name == "torch" and name != "torch":
                 continue  # this kernel leaves the format to torch
+            if kernel.name in seen:
+                continue  # "auto" is one of the others
+            seen.add(kernel.name)
             if bit_equal:
                 memory[0] = memory[1]  # where it was tried
             check(kernel, layout, memory)

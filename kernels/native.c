@@ -9,7 +9,7 @@
  * int8 codes are multiplied with float activations: reading them is what takes the time.
  *
  * bfloat16 weights are multiplied with float activations too, or, where every bit must be torch's own, with bfloat16 ones in the
- * order of the sums of oneDNN, which torch calls: `in_pairs`.
+ * order of the sums of oneDNN, which torch calls: IN_PAIRS.
  *
  * Letters: T tokens, N rows, K columns, G groups a row, p bits of a plane, b bytes of a group in a plane.
  */
@@ -31,7 +31,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")))
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 10
 #define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
+#endif
 #define AVX2 __attribute__((target("avx2,f16c,fma")))
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -52,9 +54,8 @@ typedef void (*int2_rows)(const uint8_t *codes, const uint16_t *scale, const uin
 /* acc[t] = sum over k of w[k] * x[t][k], for w of int8, bfloat16 or float16. */
 typedef void (*plain_row)(const void *w, const float *x, ptrdiff_t K, int T, float *acc);
 
-/* y[n] = the sum of w[n][k] * x[k], w and x bfloat16, in the order of oneDNN; 16 | rows, 8 | K. */
-typedef void (*in_pairs)(const uint16_t *w, ptrdiff_t K, ptrdiff_t rows, const uint16_t *x, float *y);
 
+/* IN_PAIRS: bfloat16 times bfloat16, where `apex_has_pairs`. */
 enum { INT8, BFLOAT16, FLOAT16, PLAIN_FORMATS, IN_PAIRS = PLAIN_FORMATS };
 
 /* ---- generic ---- */
@@ -417,9 +418,12 @@ ROW_256(int8_row_avx2, int8_t, INT8_8, from_int8)
 ROW_256(bfloat_row_avx2, uint16_t, BFLOAT_8, from_bfloat)
 ROW_256(half_row_avx2, uint16_t, HALF_8, from_half)
 
-/* A row is one lane here, whose sum takes in two products at a time, from the first to the last, but begins anew every CHUNK
- * inputs: the sums of chunks are added at the end. */
-AVX512_BF16 static void in_pairs_avx512(const uint16_t *w, ptrdiff_t K, ptrdiff_t rows, const uint16_t *x, float *y) {
+#ifdef AVX512_BF16
+/* y[n] = the sum of w[n][k] * x[k], w and x bfloat16, in the order of oneDNN; 16 | rows, 8 | K.
+ *
+ * A row is one lane here, whose sum takes in two products at a time, from the first to the last, but begins anew every CHUNK
+ * inputs: the sums of chunks are added at the end. Subnormal numbers are zero, on the way and in the end. */
+AVX512_BF16 static void in_pairs(const uint16_t *w, ptrdiff_t K, ptrdiff_t rows, const uint16_t *x, float *y) {
     for (ptrdiff_t n = 0; n < rows; n += 16, w += 16 * K) {
         __m512 total = _mm512_setzero_ps();
         for (ptrdiff_t from = 0; from < K; from += CHUNK) {
@@ -447,9 +451,11 @@ AVX512_BF16 static void in_pairs_avx512(const uint16_t *w, ptrdiff_t K, ptrdiff_
             }
             total = _mm512_add_ps(total, sum);
         }
-        _mm512_storeu_ps(y + n, total);
+        const __mmask16 small = _mm512_cmp_ps_mask(_mm512_abs_ps(total), _mm512_set1_ps(0x1p-126f), _CMP_LT_OQ);
+        _mm512_storeu_ps(y + n, _mm512_mask_mov_ps(total, small, _mm512_setzero_ps()));
     }
 }
+#endif
 
 #elif defined(__aarch64__)
 
@@ -488,34 +494,43 @@ static void plane_row_neon(const uint8_t *codes, ptrdiff_t bytes, int p, ptrdiff
 
 /* ---- which machine ---- */
 
+/* To be raised with VERSION in native.py where what is called from there changes. */
+int apex_version(void) { return 1; }
+
 struct isa {
     const char *name;
     plane_row plane;
     row_scales scales;
     plain_row plain[PLAIN_FORMATS];
     int2_rows int2; /* or NULL */
-    in_pairs pairs; /* or NULL */
 };
 
-static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
-static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
+static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
 
-/* Whether the chosen instruction set can do IN_PAIRS. */
-int apex_has_pairs(void) { return chosen.pairs != NULL; }
+/* Whether this machine can do IN_PAIRS. */
+int apex_has_pairs(void) {
+#ifdef AVX512_BF16
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq");
+#else
+    return 0;
+#endif
+}
 
 /* Takes the named instruction set, or the best for NULL. Returns its name, or NULL where this machine does not have it. */
 const char *apex_select(const char *name) {
 #if defined(__x86_64__)
-    static struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512, NULL};
-    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL, NULL};
+    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512};
+    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL};
     __builtin_cpu_init();
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (__builtin_cpu_supports("avx512bf16")) avx512.pairs = in_pairs_avx512;
     const struct isa *known[] = {has_avx512 ? &avx512 : NULL, has_avx2 ? &avx2 : NULL, &GENERIC};
 #elif defined(__aarch64__)
-    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL, NULL};
+    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
     const struct isa *known[] = {&neon, &GENERIC};
 #else
     const struct isa *known[] = {&GENERIC};
@@ -655,11 +670,13 @@ static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const str
         chosen.int2(m->codes[0] + n * K / 4, scale, zero, G, count, in->xi[0], in->stride[0], in->scale, in->sum, T, y, ystride);
         return;
     }
+#ifdef AVX512_BF16
     if (m->format == IN_PAIRS) {
         const uint16_t *w = (const uint16_t *)m->codes[0] + n * K, *x = (const uint16_t *)in->xi[0];
-        for (int t = 0; t < T; t++) chosen.pairs(w, K, count, x + t * K, y + t * ystride);
+        for (int t = 0; t < T; t++) in_pairs(w, K, count, x + t * K, y + t * ystride);
         return;
     }
+#endif
     float scales[G + 1], sums[TOKENS];
     for (ptrdiff_t i = 0; i < count; i++, scale += G, zero += G, n++) {
         if (m->group) chosen.scales(scale, zero, G, in->sum, T, scales, sums);
@@ -727,7 +744,7 @@ static void widen(const void *x, int format, ptrdiff_t from, ptrdiff_t count, fl
     else memcpy(y, (const float *)x + from, (size_t)count * sizeof(float));
 }
 
-/* exp(x) to three units in the last place: 2^n times the Taylor polynomial of the rest, which is at most half of ln 2. Below -80 it
+/* exp(x) to three units in the last place, infinite above 88.72: 2^n times the Taylor polynomial of the rest, which is at most half of ln 2. Below -80 it
  * is exp(-80), which added to 1 is lost as well. */
 static inline float exponential(float x) {
     const float most = 88.72f, within = x > most ? most : x < -80 ? -80 : x;

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,7 @@ from apex_engine.kernels.reference import Activation, Reference, Routed, unfused
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
 IN_PAIRS = 3
+VERSION = 1  # of the functions and structs of native.c: apex_version there
 ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -67,6 +69,11 @@ def library() -> ctypes.CDLL | None:
             lib = ctypes.CDLL(str(path))
         except OSError:  # built for another machine, or no OpenMP in torch
             continue
+        if getattr(lib, "apex_version", int)() != VERSION:
+            warnings.warn(
+                f"{path} is of another version of this project: install it again (pip install -e .)", stacklevel=2
+            )
+            continue
         lib.apex_select.restype = ctypes.c_char_p
         size, address = ctypes.c_ssize_t, ctypes.c_void_p
         lib.apex_linear.argtypes = [address, address, size, address]
@@ -86,23 +93,24 @@ def sums_like_torch(layout: Layout, memory: Tensor) -> bool:
     """Whether torch on this machine multiplies one bfloat16 token with such matrices as `NativeKernel(like_torch=True)` does,
     bit for bit. Found out by trying, in the first slot of `memory` `[S, stride]`, which holds nothing afterwards.
 
-    Every product of the trial has its negative further on in a row: what is left of the sum is what was rounded on the way, and
+    Every product of the trial has its negative elsewhere in the row: what is left of the sum is what was rounded on the way, and
     tells one order from another in nearly every row.
     """
-    lib, (up_rows, hidden) = library(), layout.shape.matrix("up")
-    if layout.up.name != "bfloat16" or layout.shape.bias or up_rows % 32 or hidden % 16 or lib is None:
+    lib, shape = library(), layout.shape
+    if lib is None or not lib.apex_has_pairs() or shape.bias or shape.hidden % 16 or shape.intermediate % 16:
         return False
-    if not select() or not lib.apex_has_pairs():
-        return False
+    for matrix in MATRICES:
+        n, k = shape.matrix(matrix)
+        if layout.format(matrix).name != "bfloat16" or n * k < 10_000:  # torch has another way for tiny ones
+            return False
     views, kernel = layout.views(memory[0]), NativeKernel(layout, memory[:1], like_torch=True)
     same = True
     for matrix in MATRICES:
-        n, k = layout.shape.matrix(matrix)
-        draw = torch.Generator().manual_seed(k)
-        order = torch.randperm(k, generator=draw)
-        half = torch.randn(min(n, 256), k // 2, generator=draw)
-        rows = torch.cat([half, -half], 1)[:, order].bfloat16()
-        x = torch.randn(1, k // 2, generator=draw).repeat(1, 2)[:, order].bfloat16()
+        n, k = shape.matrix(matrix)
+        draw = np.random.default_rng(k)
+        order, half = draw.permutation(k), draw.standard_normal((min(n, 256), k // 2), np.float32)
+        rows = torch.from_numpy(np.concatenate([half, -half], 1)[:, order]).bfloat16()
+        x = torch.from_numpy(np.tile(draw.standard_normal((1, k // 2), np.float32), 2)[:, order]).bfloat16()
         weight = views[f"{matrix}.weight"]
         for i in range(0, n, len(rows)):
             weight[i : i + len(rows)] = rows[: n - i]
@@ -125,7 +133,8 @@ class NativeKernel:
         self._lib, self._layout = lib, layout
         self._memory = memory  # the structs below point into it
         self._raw = layout.up.name in RAW
-        self._like_torch, self._threads = like_torch, torch.get_num_threads()
+        assert lib.apex_has_pairs() or not like_torch
+        self._like_torch, self._tried = like_torch, _settings()
         self._torch = Reference(layout, memory)
         self._experts = (Expert * len(memory))(*(_expert(layout, row.data_ptr(), like_torch) for row in memory))
 
@@ -164,17 +173,22 @@ class NativeKernel:
     def _most_tokens(self, dtype: torch.dtype) -> int:
         """Of an expert that is computed here, for a 16-bit twin."""
         if self._like_torch:  # with other threads, oneDNN may divide a long row of few outputs among them
-            return int(dtype == torch.bfloat16 and torch.get_num_threads() == self._threads)
+            return int(dtype == torch.bfloat16 and _settings() == self._tried)
         return MOST_TOKENS if dtype in ROUND else 0
 
     def linear(self, x: Tensor, slot: int, matrix: str) -> Tensor:
         """`x` float32 `[M, K]` times the matrix "up" or "down" of a slot, bias included: float32 `[M, N]`."""
         x = x.contiguous()
         form = getattr(self._experts[slot], matrix)
-        y = torch.empty(len(x), form.n)
+        y = torch.empty(len(x), form.n, dtype=torch.float32, device="cpu")  # whatever the defaults are
         if self._lib.apex_linear(ctypes.byref(form), x.data_ptr(), len(x), y.data_ptr()):
             raise MemoryError
         return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
+
+
+def _settings() -> tuple[int, bool]:
+    """What the order of torch's sums depends on, beside the shape."""
+    return torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
 
 
 def _expert(layout: Layout, base: int, like_torch: bool) -> Expert:

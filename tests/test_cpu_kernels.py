@@ -152,13 +152,16 @@ class TestLikeTorch:
     def make(self):
         def kernel(hidden: int, intermediate: int) -> tuple[Layout, torch.Tensor, native.NativeKernel]:
             layout, memory = a_pool(ExpertShape(hidden, intermediate, True), form(16, 0), form(16, 0), slots=2)
+            torch.set_num_threads(2)  # more would divide a long row of few outputs
             blobs = memory.clone()
             if not native.sums_like_torch(layout, memory):
                 pytest.skip("torch sums otherwise on this machine, or it has no avx512-bf16: torch computes there")
             assert (memory[0] == 0xFF).all() and torch.equal(memory[1:], blobs[1:])
             return layout, blobs, native.NativeKernel(layout, blobs, like_torch=True)
 
-        return kernel
+        threads = torch.get_num_threads()
+        yield kernel
+        torch.set_num_threads(threads)
 
     @pytest.mark.parametrize("hidden, intermediate", [(192, 384), (160, 96), (768, 2048), (2048, 1408), (4096, 64)])
     def test_experts(self, make, hidden, intermediate):
@@ -181,26 +184,53 @@ class TestLikeTorch:
             Reference(layout, memory)(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, expected)
             assert torch.equal(found, expected)
 
-    def test_with_other_threads_than_tried_it_is_torchs(self, make, monkeypatch):
+    @pytest.mark.filterwarnings("ignore:TF32")  # `flags` sets it too
+    def test_with_other_settings_than_tried_it_is_torchs(self, make, monkeypatch):
         _, _, kernel = make(192, 384)
         assert kernel._most_tokens(torch.bfloat16) == 1
         monkeypatch.setattr(torch, "get_num_threads", lambda: 61)
         assert kernel._most_tokens(torch.bfloat16) == 0
+        monkeypatch.undo()
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert kernel._most_tokens(torch.bfloat16) == 0
+        assert kernel._most_tokens(torch.bfloat16) == 1
 
-    def test_silu_of_every_number(self, make):
-        layout, memory, kernel = make(128, 128)
+    @pytest.mark.parametrize("up", [1, -0.71, 1e30])
+    def test_silu_of_every_normal_number(self, make, up):
+        layout, memory, kernel = make(240, 240)  # not a whole number of torch's vectors
         numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-        x, views, pair = torch.zeros(1, 128, dtype=torch.bfloat16), layout.views(memory[0]), np.arange(1)
+        x, views, pair = torch.zeros(1, 240, dtype=torch.bfloat16), layout.views(memory[0]), np.arange(1)
         x[0, 0], routed = 1, Routed(np.array([0, 1]), pair, pair)
         views["up.weight"].zero_()
-        views["up.weight"][128:, 0] = 1
-        views["down.weight"].copy_(torch.eye(128))
-        for gates in numbers[numbers.isfinite()].split(128):
-            views["up.weight"][:128, 0] = gates
-            found, expected = torch.full((2, 1, 128), float("nan"))
+        views["up.weight"][240:, 0] = up
+        views["down.weight"].copy_(torch.eye(240))
+        for gates in numbers[numbers.isfinite()].split(240):
+            views["up.weight"][: len(gates), 0] = gates
+            found, expected = torch.full((2, 1, 240), float("nan"))
             kernel(x, [0], routed, torch.ones(1), SWIGLU, found)
             Reference(layout, memory)(x, [0], routed, torch.ones(1), SWIGLU, expected)
-            assert torch.equal(found, expected), gates
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+    def test_subnormal_sums_are_zero(self, make):
+        layout, memory, kernel = make(2048, 1408)
+        for scale in (1e-38, 1e-37, 1e-36):
+            x = (torch.randn(1, 2048) * scale).bfloat16()
+            weight = layout.views(memory[0])["up.weight"]
+            assert torch.equal(kernel.linear(x.float(), 0, "up").bfloat16(), torch.nn.functional.linear(x, weight))
+
+    def test_the_defaults_of_torch_do_not_matter(self, make):
+        make(192, 384)
+        layout = Layout(ExpertShape(192, 384, True), form(16, 0), form(16, 0))
+        memory = torch.zeros(1, layout.stride, dtype=torch.uint8)
+        try:
+            for dtype in (torch.bfloat16, torch.float64):
+                torch.set_default_dtype(dtype)
+                assert native.sums_like_torch(layout, memory)
+            torch.set_default_device("meta")
+            assert native.sums_like_torch(layout, memory)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
 
     def test_the_trial_tells_another_order(self, make, monkeypatch):
         make(192, 384)
@@ -214,7 +244,13 @@ class TestLikeTorch:
             assert not native.sums_like_torch(layout, torch.zeros(1, layout.stride, dtype=torch.uint8))
 
     @pytest.mark.parametrize(
-        "parts", [(72, 40, "bfloat16", ""), (192, 384, "float16", ""), (192, 384, "bfloat16", "bfloat16")]
+        "parts",
+        [
+            (72, 40, "bfloat16", ""),
+            (32, 16, "bfloat16", ""),
+            (192, 384, "float16", ""),
+            (192, 384, "bfloat16", "bfloat16"),
+        ],
     )
     def test_what_it_does_not_know(self, parts):
         hidden, intermediate, name, bias = parts
@@ -222,6 +258,28 @@ class TestLikeTorch:
         memory = torch.zeros(1, layout.stride, dtype=torch.uint8)
         assert not native.sums_like_torch(layout, memory)
         assert pick.pick("auto", layout, memory, bit_equal=True).name == "torch"
+
+
+def test_sixteen_bit_outputs_overflow_where_torchs_do():
+    layout, memory = a_pool(ExpertShape(64, 64, True), form(160, 0), form(160, 0), slots=1)
+    pair, views = np.arange(1), layout.views(memory[0])
+    views["up.weight"].fill_(1 / 64)
+    views["down.weight"].copy_(torch.eye(64) * torch.linspace(1, 2, 64)[:, None])
+    for value in (300, 180, 200, 240, 255):  # 300: so does what lies between the matrices
+        x, (found, expected) = torch.full((1, 64), value).half(), torch.zeros(2, 1, 64)
+        arguments = x, [0], Routed(np.array([0, 1]), pair, pair), torch.ones(1), SWIGLU
+        native.NativeKernel(layout, memory)(*arguments, found)
+        Reference(layout, memory)(*arguments, expected)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert expected.isinf().any() and expected.isfinite().any()
+
+
+def test_an_old_library_is_not_used(monkeypatch):
+    monkeypatch.setattr(native, "VERSION", 0)
+    native.library.cache_clear()
+    with pytest.warns(UserWarning, match="install it again"):
+        assert native.library() is None
+    native.library.cache_clear()
 
 
 def test_nothing_to_do():
