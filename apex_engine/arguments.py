@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from apex_engine.command import first_line, say
 from apex_engine.config import MODES, PREDICTORS, SYSTEMS, THRESHOLDS, Config
 from apex_engine.kernels.pick import KERNELS
-from apex_engine.plan import automatic_memory
+from apex_engine.plan import automatic_memory, check_host_memory
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
 from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
@@ -127,10 +127,17 @@ def add_engine_options(
 def engine_config(args: argparse.Namespace, device: torch.device, **defaults: Any) -> Config:
     """The options that were given, over `defaults`. Raises ApexError."""
     given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    if "memory" in given and "device_memory" in given:
+        raise ApexError("two budgets: --memory is for experts, --device-memory for all there is; drop one")
     options = {**defaults, **given}
     if options.get("device_memory") == "auto":
         options["device_memory"] = automatic_memory(device)
-    return Config.make(**options)
+    config = Config.make(**options)
+    for name in ("thresholds", "t1", "t2", "first_t1", "low_share"):
+        if name in given and config.mode == "exact":
+            raise ApexError(f"--{name.replace('_', '-')} has no effect in exact mode, which has no LOW twins: drop it")
+    check_host_memory(config, device)
+    return config
 
 
 def demo_checkpoint() -> Path:

@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
 from apex_engine.arguments import open_checkpoint, read_tokenizer
-from apex_engine.command import console, human, parse_device, progress_bar, quieten, run, say
+from apex_engine.command import check_writable, console, human, parse_device, progress_bar, quieten, run, say
 from apex_engine.config import Config, parse_memory
 from apex_engine.engine import Engine
 from apex_engine.eval.texts import read_text, token_ids, windows
@@ -71,6 +71,8 @@ class Settings:
         for name in ("tokens", "length", "batch_size", "block"):
             if getattr(self, name) < 1:
                 raise ApexError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ApexError(f"--seed {self.seed} is out of range: from 0 to {2**32 - 1}")
         if self.length < 2:
             raise ApexError(f"--length {self.length}: at least 2")
         if self.tokens < 2 * self.length:
@@ -300,11 +302,14 @@ def main() -> None:
         raise ApexError(
             f"--plot {args.plot}: needs matplotlib (pip install 'apex-engine[eval]') and .svg, .png or .pdf"
         )
+    if args.plot:
+        check_writable(args.plot)
     quieten()
     folder, manifest = open_checkpoint(args.model)
     content = calibrate(folder, limit, settings)
     show(content, manifest)
     if args.plot:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
         plot(content, args.plot)
     point = content["measured"]
     say(f"written to {folder / CALIBRATION}: every later run of this checkpoint uses these thresholds")

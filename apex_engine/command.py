@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -21,10 +22,12 @@ console = Console(stderr=True, highlight=False)
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Exit with 0, with 2 and one line for the user's mistakes, with 130 after Ctrl-C. Other errors keep their traceback."""
+    """Exit with 0, with 2 and one line for the user's mistakes and what the system refuses, with 130 after Ctrl-C. Other errors
+    keep their traceback."""
     try:
         main()
-        sys.stdout.flush()
+        if sys.stdout:  # not where it was closed, as by `>&-`
+            sys.stdout.flush()
     except ApexError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -32,9 +35,32 @@ def run(main: Callable[[], None]) -> NoReturn:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of a pipe went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         sys.exit(141)
+    except OSError as error:  # a full disk, missing permissions: what it says is all there is to know
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or first_line(error)}", file=sys.stderr)
+        if not where:  # stdout itself
+            _drop_stdout()
+        sys.exit(2)
     sys.exit(0)
+
+
+def _drop_stdout() -> None:
+    """What is left in the buffer of stdout cannot be written, and must not be tried again at exit."""
+    if sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_writable(path: Path) -> None:
+    """Raises ApexError where a file `path` cannot be written, its missing folders made."""
+    there = next(some for some in path.absolute().parents if some.exists())
+    if not there.is_dir() or path.is_dir():
+        raise ApexError(
+            f"{path} cannot be written: {path if path.is_dir() else there} is {'a' if path.is_dir() else 'no'} directory"
+        )
+    if not os.access(there, os.W_OK):
+        raise ApexError(f"{path} cannot be written: no permission to write to {there}")
 
 
 def progress_bar(what: str) -> Progress:

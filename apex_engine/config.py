@@ -96,11 +96,15 @@ class Config:
         if not (isinstance(self.context, int) and self.context > 0):
             raise ApexError(f"context is a number of tokens, not {self.context!r}")
         if self.link is not None:
-            Link.parse(self.link)
+            Link.parse(str(self.link))
         parse_memory(self.memory, 0)
         parse_memory(self.host_memory, 0)
         if self.device_memory not in (None, "auto"):
             parse_memory(self.device_memory, 0)
+            if "%" in str(self.device_memory):
+                raise ApexError(
+                    f'device_memory {self.device_memory} is a share of nothing: give bytes, "6GiB" or "auto"'
+                )
 
     @classmethod
     def make(cls, **options: Any) -> Config:

@@ -19,6 +19,7 @@ from apex_engine.command import console, first_line, human, parse_device, quiete
 from apex_engine.config import Config
 from apex_engine.hook import load, read_config
 from apex_engine.plan import Plan, kv_bytes, make_plan
+from apex_engine.quantize.source import ALIASES
 from apex_engine.thresholds import resolve
 from apex_engine.vocabulary import ApexError, Precision
 
@@ -76,9 +77,9 @@ def main() -> None:
     quieten()
     prompt = _prompt(args)
     folder, manifest = open_checkpoint(args.model)
+    model_config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     ids = _encode(tokenizer, prompt, args.raw)
-    model_config = read_config(folder)
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
     config = replace(config, context=context)
     dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
@@ -119,15 +120,17 @@ def _prompt(args: argparse.Namespace) -> str:
     try:
         if args.file:
             text = args.file.read_text().removesuffix("\n")
-        elif args.prompt == "-" or (args.prompt is None and args.model and not sys.stdin.isatty()):
-            text = sys.stdin.read().removesuffix("\n")
+        elif args.prompt == "-" or (args.prompt is None and args.model and sys.stdin and not sys.stdin.isatty()):
+            text = sys.stdin.read().removesuffix("\n") if sys.stdin else ""
         elif args.prompt is None and not args.model:
             text = DEMO_PROMPT
         else:
             text = args.prompt or ""
         text.encode()
     except (OSError, UnicodeError) as error:
-        raise ApexError(f"the prompt cannot be read: {error}") from None
+        raise ApexError(f"the prompt cannot be read as UTF-8 text: {error}") from None
+    if not text and args.model and not Path(args.model).exists() and args.model not in ALIASES:
+        raise ApexError(f"{args.model} is no directory, and there is no prompt: give a checkpoint, then the prompt")
     if not text:
         raise ApexError("no prompt: give it as the second argument, with --file, or on stdin")
     return text

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
 from apex_engine.command import console, quieten, run, say
+from apex_engine.config import SYSTEMS
 from apex_engine.eval.pair import add_pair_options, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 from apex_engine.ledger import Ledger
@@ -47,7 +48,7 @@ def main() -> None:
     texts, missing = read_windows(args.text, manifest, tokenizer, args.tokens, args.length, stride)
     if missing:
         raise ApexError(f"{missing[0].removeprefix('text: ')} with --text")
-    pair, mode, ledger = load_pair(args, folder, args.reference), args.mode or "deterministic", Ledger()
+    pair, mode, ledger = load_pair(args, folder, args.reference), _mode(args), Ledger()
     last = None if stride == args.length else stride
 
     def watch(windows: tuple[Tensor, ...]) -> Iterable[Tensor]:
@@ -63,6 +64,11 @@ def main() -> None:
     say(f"calls LOW {shares['low']:.1%}, skipped {shares['skip']:.1%}; thresholds {pair.engine.thresholds.origin}")
     joined = Comparison.joined(list(found.values())).summary()
     print(f"perplexity {joined['perplexity']:.3f} ({joined['change']:+.2%}), KL {joined['kl']:.4f}")
+
+
+def _mode(args: argparse.Namespace) -> str:
+    """The one asked for, by name or by a preset."""
+    return args.mode or SYSTEMS[args.system or "default"].get("mode", "deterministic")
 
 
 def show(found: dict[str, Comparison], title: str) -> None:

@@ -69,7 +69,7 @@ def make_plan(
     if budget < least:
         after = f" after {rest:,} for dense weights and the KV cache" if rest else ""
         raise ApexError(
-            f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but {'every LOW twin' if floor else 'one slot'} "
+            f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but {'every LOW twin' if floor else 'one LOW slot'} "
             f"and one HIGH slot take {least:,}: give at least {least + rest} (that runs, slowly)"
             if Precision.LOW in used
             else f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but one slot takes {least:,}: "
@@ -120,6 +120,14 @@ def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None
         return int(text.num_hidden_layers * width * tokens * itemsize)
     except Exception:  # families whose layers differ raise errors of their own for attributes without one value
         return None
+
+
+def check_host_memory(config: Config, device: torch.device) -> None:
+    """Raises ApexError for a second tier where there is no first one apart from host memory."""
+    if device.type == "cpu" and not config.link and parse_memory(config.host_memory, 100):
+        raise ApexError(
+            "host_memory is a tier behind a GPU or a simulated link, and there is neither: raise memory instead"
+        )
 
 
 def automatic_memory(device: torch.device) -> int:

@@ -127,7 +127,8 @@ def resolve(config: Config, folder: Path, manifest: Manifest) -> Thresholds:
         return Thresholds.uniform(layers, t1, t2, first_t1, "given")
     content = None if config.mode == "exact" else read_calibration(folder, manifest)
     if content is None:
-        return Thresholds.uniform(layers, t1, t2, first_t1, "default, not calibrated")
+        which = "MoE-APEX's for Mixtral" if config.thresholds == "quantile" else "default"
+        return Thresholds.uniform(layers, t1, t2, first_t1, f"{which}, not calibrated")
     if config.thresholds == "quantile":
         t1, t2 = content["quantiles"]
         return Thresholds.uniform(layers, t1, t2, t1, "quantiles of the scores")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
-from apex_engine.command import first_line, quieten, run, say
+from apex_engine.command import check_writable, first_line, quieten, run, say
 from apex_engine.config import MODES
 from apex_engine.eval.delta import LIMIT, mean_drop, overall, task_rows
 from apex_engine.eval.machine import machine
@@ -89,8 +89,9 @@ def main() -> None:
     calibration = read_calibration(folder, manifest)
     windows, missing = read_windows(args.text, manifest, tokenizer, args.text_tokens, args.length, args.length)
     manager = _task_manager(args)
-    pair = load_pair(args, folder, args.reference)
     output = args.output or Path("reports") / f"{folder.resolve().name}-{args.tasks.replace(',', '-')}"
+    check_writable(output / "report.md")
+    pair = load_pair(args, folder, args.reference)
     bench = Bench(args, folder, manifest, pair, calibration)
     results, seconds = {}, {}
     for who in (REFERENCE, *args.modes):
@@ -110,11 +111,15 @@ def main() -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, least in (("batch_size", 1), ("max_length", 2), ("text_tokens", 2), ("length", 2)):
-        if getattr(args, name) < least:
+    for name, least in (("batch_size", 1), ("max_length", 2), ("text_tokens", 2), ("length", 2), ("num_fewshot", 0)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise ApexError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least {least}")
     if args.limit is not None and args.limit <= 0:
         raise ApexError(f"--limit {args.limit:g}: above 0, a number of items or a share of them")
+    if not all(args.tasks.split(",")):
+        raise ApexError(f"--tasks {args.tasks!r}: names with commas between them, such as apex_demo,arc_easy")
+    if args.include_path and not args.include_path.is_dir():
+        raise ApexError(f"--include-path {args.include_path} is no directory: name the one that holds the tasks' files")
     if args.mode:
         raise ApexError(f"--mode {args.mode} is for one run: name the modes to report on with --modes {args.mode}")
     if missing := [name for name in ("lm_eval", "datasets", "matplotlib") if find_spec(name) is None]:

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from apex_engine.eval.perplexity import decoded_logits, window_logits
 from apex_engine.eval.together import Together
+from apex_engine.vocabulary import ApexError
 
 T = TypeVar("T")
 Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: its key, the tokens of context and continuation
@@ -52,6 +53,10 @@ class EngineLM(HFLM):
     def _answer(self, request: Request) -> tuple[float, bool]:
         """Log-likelihood of the continuation, and whether it is the likeliest, token by token."""
         _, context, continuation = request
+        if len(continuation) > self.max_length:
+            raise ApexError(
+                f"a continuation has {len(continuation)} tokens, and --max-length is {self.max_length}: give as much"
+            )
         tokens = torch.tensor((context + continuation)[-(self.max_length + 1) :])[None]
         count = len(continuation)
         if self._adaptive:

@@ -85,7 +85,7 @@ def decoded_logits(model: PreTrainedModel, windows: Tensor, prompt: int = 1) -> 
     result = []
     for row in windows.to(model.device):
         past = {name: DynamicCache(config=model.config)}
-        passes = [row[:prompt], *row[prompt:-1].split(1)]
+        passes = [row[:prompt], *(row[i : i + 1] for i in range(prompt, len(row) - 1))]
         steps = [model(input_ids=tokens[None], **past, use_cache=True).logits[0] for tokens in passes]
         result.append(torch.cat(steps).float())
     return torch.stack(result).log_softmax(-1)

@@ -97,14 +97,16 @@ def quantize(
 ) -> Manifest:
     """`convert` with a progress bar and the table at the end, on stderr."""
     source = Source(resolve(name))
-    if (folder / JOURNAL).is_file():
-        say(f"going on with the unfinished conversion in {folder}")
+    resumes = (folder / JOURNAL).is_file()
     total = sum(layer.experts for layer in source.layers)
     bar = progress_bar("quantizing experts")
     task = bar.add_task("", total=total)
 
     def advance(experts: int) -> None:
-        bar.start()  # only now: what is refused before the first expert is refused in one line
+        if not bar.live.is_started:  # only now: what is refused before the first expert is refused in one line
+            if resumes:
+                say(f"going on with the unfinished conversion in {folder}")
+            bar.start()
         bar.advance(task, experts)
 
     try:

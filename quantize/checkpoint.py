@@ -93,7 +93,7 @@ class Manifest:
         if not path.is_file():
             raise ApexError(
                 f"{folder} is not a finished apex checkpoint: it has no {MANIFEST}. Make one with "
-                f"`python -m apex_engine.quantize SOURCE -o {folder}` (a run that was cut short goes on where it stopped); "
+                "`python -m apex_engine.quantize SOURCE` (a run that was cut short goes on where it stopped); "
                 "a copy from a hub must be downloaded whole"
             )
         try:
@@ -102,7 +102,8 @@ class Manifest:
                 raise TypeError("experts")
             if content["version"] != FORMAT_VERSION:
                 raise ApexError(
-                    f"{path} has format version {content['version']}, this is version {FORMAT_VERSION}: quantize again"
+                    f"{path} has format version {content['version']}, this is version {FORMAT_VERSION}: delete "
+                    f"{folder} and quantize again"
                 )
             manifest = cls(
                 source=content["source"],
@@ -121,7 +122,9 @@ class Manifest:
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ApexError(f"{path} is damaged ({error!r}): quantize again") from None
+            raise ApexError(
+                f"{path} is damaged ({error!r}): copy it again, or delete {folder} and quantize again"
+            ) from None
         manifest._check_files(folder)
         return manifest
 

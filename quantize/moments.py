@@ -51,6 +51,8 @@ class Moments:
     """The moments of a calibrated checkpoint. Raises ApexError where there are none, or the file is damaged."""
 
     def __init__(self, folder: Path) -> None:
+        if not folder.exists():
+            raise ApexError(f"--importance {folder} does not exist: name a checkpoint that was calibrated")
         self.path = folder / MOMENTS if folder.is_dir() else folder
         if not self.path.is_file():
             raise ApexError(f"{self.path} does not exist: make it with `python -m apex_engine.calibrate {folder}`")

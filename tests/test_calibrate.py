@@ -215,6 +215,8 @@ def test_the_command(bundled, tmp_path, monkeypatch, capsys):
         (["--batch-size", "0"], "at least 1"),
         (["--data", "nowhere.txt"], "neither a file"),
         (["--device", "tpu"], "unknown device"),
+        (["--seed", "-1"], "out of range"),
+        (["--plot", "/etc/passwd/x.svg"], "/etc/passwd is no directory"),
     ],
 )
 def test_mistakes_are_named(bundled_apex, monkeypatch, arguments, message):

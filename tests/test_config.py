@@ -55,6 +55,8 @@ def test_memory_that_is_not_understood(text):
         ({"first_t1": 2}, "between -1 and 1"),
         ({"thresholds": "quantiles"}, "did you mean quantile"),
         ({"context": 0}, "number of tokens"),
+        ({"link": 3}, "2GB/s,20us"),
+        ({"device_memory": "50%"}, "a share of nothing"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -551,6 +551,20 @@ class TestTrouble:
         with pytest.raises(ApexError, match="unknown option memroy: did you mean memory"):
             apex_engine.load(tiny()[1], memroy="1GiB")
 
+    @pytest.mark.parametrize(
+        "options, message",
+        [
+            ({"device": "banana"}, "unknown device banana"),
+            ({"dtype": "int8"}, "none to compute in"),
+            ({"dtype": torch.int8}, "none to compute in"),
+            ({"link": 3}, "link '3' is not understood"),
+            ({"host_memory": "50%"}, "a tier behind a GPU"),
+        ],
+    )
+    def test_options_that_no_model_can_have(self, tiny, options, message):
+        with pytest.raises(ApexError, match=message):
+            apex_engine.load(tiny()[1], **options)
+
     def test_not_an_apex_checkpoint(self, tiny, tmp_path):
         with pytest.raises(ApexError, match="not a finished apex checkpoint"):
             apex_engine.load(tiny()[0])

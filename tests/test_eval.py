@@ -121,6 +121,16 @@ def test_two_experts_swapped_turn_the_report_red(bundled, bundled_apex, tmp_path
     assert '<p class="headline bad">' in (tmp_path / "broken" / "report.html").read_text()
 
 
+def test_one_token_to_judge(bundled_apex, bundled):
+    """Nothing is left to decode after the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled)
+    model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="adaptive", t1=1.0, t2=1.0, prefetch=0)
+    answers = [
+        EngineLM(model, adaptive, tokenizer=tokenizer)._answer((None, [5, 6, 7], [8])) for adaptive in (True, False)
+    ]
+    assert answers[0][0] == pytest.approx(answers[1][0], rel=1e-4) and answers[0][0] < 0
+
+
 @pytest.fixture(scope="module")
 def requests(bundled):
     def likelihood(context, continuation):
@@ -198,6 +208,11 @@ def test_a_request_that_fails_ends_the_others(bundled_apex):
         (["--length", "1"], "at least 2"),
         (["--upgrade", "async"], "cannot be judged"),
         (["--text", "/nowhere"], "neither a file"),
+        (["--num-fewshot", "-1"], "at least 0"),
+        (["--include-path", "/nowhere"], "no directory"),
+        (["--tasks", ""], "commas between"),
+        (["-o", "/etc/passwd"], "/etc/passwd is no directory"),
+        ([*QUICK[:2], "--max-length", "2"], "--max-length is 2"),
     ],
 )
 def test_mistakes_are_named(bundled_apex, tmp_path, monkeypatch, arguments, message):

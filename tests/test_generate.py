@@ -119,6 +119,9 @@ class TestGenerate:
             (("hello", "--seed", "-1"), "--seed -1 is out of range"),
             (("hello", "--memory", "9" * 400 + "GiB"), "not understood"),
             (("hell\udcff",), "the prompt cannot be read"),
+            (("hello", "--memory", "5MiB", "--device-memory", "10MiB"), "two budgets"),
+            (("hello", "--mode", "exact", "--t1", "0.3"), "--t1 has no effect in exact mode"),
+            (("hello", "--host-memory", "100%"), "a tier behind a GPU or a simulated link"),
         ],
     )
     def test_mistakes_are_one_line_and_exit_2(self, write, args, message):
@@ -131,6 +134,31 @@ class TestGenerate:
         code, _, err = command(generate.main, tmp_path / "nothing", "hello")
         assert code == 2 and "is no directory: the first argument is the folder" in err
         assert "make it with `python -m apex_engine.quantize olmoe`" in command(generate.main, "olmoe", "hello")[2]
+
+    def test_a_prompt_in_the_place_of_the_model(self, command):
+        code, _, err = command(generate.main, "And it came to pass", stdin="")
+        assert code == 2 and "is no directory, and there is no prompt" in err
+
+    def test_closed_streams(self, write, monkeypatch):
+        monkeypatch.setattr(sys, "stdin", None)
+        code, _, err = write()
+        assert code == 2 and "no prompt" in err
+        code, _, err = write("-")
+        assert code == 2 and "no prompt" in err
+
+    def test_a_full_disk(self, bundled_apex):
+        """In a process of its own: what is left in the buffer is written at its exit."""
+        command = [sys.executable, "-m", "apex_engine.generate", bundled_apex, "hello", "-n", "2"]
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 2 and done.stderr.endswith("error: No space left on device\n")
+        assert "Traceback" not in done.stderr
+
+    def test_what_the_system_refuses_is_one_line(self, command):
+        def main():
+            raise PermissionError(13, "Permission denied", "/a/shard")
+
+        assert command(main) == (2, "", "error: /a/shard: Permission denied\n")
 
     def test_the_source_model_instead_of_the_apex_checkpoint(self, command, bundled):
         code, _, err = command(generate.main, bundled, "hello")

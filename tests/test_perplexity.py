@@ -130,6 +130,9 @@ def test_the_command(bundled_apex, tmp_path, monkeypatch, capsys):
     main()
     out, err = capsys.readouterr()
     assert "(+0.00%), KL 0.0000" in out.replace("-", "+") and "exact against exact" in err
+    monkeypatch.setattr("sys.argv", [*arguments[:-1], "--system", "on-demand"])  # a preset in exact mode
+    main()
+    assert "exact against exact" in capsys.readouterr().err
     for wrong, message in ((["--stride", "65"], "--stride from 1"), (["--text", text], "neither a file")):
         monkeypatch.setattr("sys.argv", [*arguments, *wrong])
         with pytest.raises(ApexError, match=message):
