@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from apex_engine.command import first_line, say
-from apex_engine.config import MODES, PREDICTORS, SYSTEMS, THRESHOLDS, Config
+from apex_engine.command import first_line, flag, say
+from apex_engine.config import DTYPES, MODES, PREDICTORS, SYSTEMS, THRESHOLDS, Config
 from apex_engine.kernels.pick import KERNELS
-from apex_engine.plan import automatic_memory, check_host_memory
+from apex_engine.plan import config_for
 from apex_engine.policies import POLICIES
 from apex_engine.quantize.__main__ import quantize
 from apex_engine.quantize.checkpoint import FORMAT_VERSION, MANIFEST, Manifest, sha256_of
@@ -117,7 +117,7 @@ def add_engine_options(
     add("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
     add(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="auto",
         help=f"of the computation; default: {dtype}",
     )
@@ -129,14 +129,11 @@ def engine_config(args: argparse.Namespace, device: torch.device, **defaults: An
     given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
     if "memory" in given and "device_memory" in given:
         raise ApexError("two budgets: --memory is for experts, --device-memory for all there is; drop one")
-    options = {**defaults, **given}
-    if options.get("device_memory") == "auto":
-        options["device_memory"] = automatic_memory(device)
-    config = Config.make(**options)
-    for name in ("thresholds", "t1", "t2", "first_t1", "low_share"):
-        if name in given and config.mode == "exact":
-            raise ApexError(f"--{name.replace('_', '-')} has no effect in exact mode, which has no LOW twins: drop it")
-    check_host_memory(config, device)
+    config = config_for(device, **{**defaults, **given})
+    if config.mode == "exact":
+        for name in ("thresholds", "t1", "t2", "first_t1", "low_share"):
+            if name in given:
+                raise ApexError(f"{flag(name)} has no effect in exact mode, which has no LOW twins: drop it")
     return config
 
 

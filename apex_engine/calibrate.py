@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -31,7 +30,18 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
 from apex_engine.arguments import open_checkpoint, read_tokenizer
-from apex_engine.command import check_writable, console, human, parse_device, progress_bar, quieten, run, say
+from apex_engine.command import (
+    check_seed,
+    check_writable,
+    console,
+    flag,
+    human,
+    parse_device,
+    progress_bar,
+    quieten,
+    run,
+    say,
+)
 from apex_engine.config import Config, parse_memory
 from apex_engine.engine import Engine
 from apex_engine.eval.texts import read_text, token_ids, windows
@@ -70,9 +80,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name in ("tokens", "length", "batch_size", "block"):
             if getattr(self, name) < 1:
-                raise ApexError(f"--{name.replace('_', '-')} {getattr(self, name)}: at least 1")
-        if not 0 <= self.seed < 2**32:
-            raise ApexError(f"--seed {self.seed} is out of range: from 0 to {2**32 - 1}")
+                raise ApexError(f"{flag(name)} {getattr(self, name)}: at least 1")
+        check_seed(self.seed)
         if self.length < 2:
             raise ApexError(f"--length {self.length}: at least 2")
         if self.tokens < 2 * self.length:
@@ -345,8 +354,7 @@ def _check_room(folder: Path, manifest: Manifest, settings: Settings) -> None:
             f"the second moments in blocks of {settings.block} take {human(needed)} and the model {human(held)}, and "
             f"{human(free)} of memory are free: a smaller --block takes less (1: what --low-method clip needs)"
         )
-    if not os.access(folder, os.W_OK):
-        raise ApexError(f"{folder} cannot be written to, and the calibration belongs there")
+    check_writable(folder / CALIBRATION)
     room = shutil.disk_usage(folder).free
     if needed + (1 << 20) > room:
         raise ApexError(

@@ -55,12 +55,23 @@ def _drop_stdout() -> None:
 def check_writable(path: Path) -> None:
     """Raises ApexError where a file `path` cannot be written, its missing folders made."""
     there = next(some for some in path.absolute().parents if some.exists())
-    if not there.is_dir() or path.is_dir():
-        raise ApexError(
-            f"{path} cannot be written: {path if path.is_dir() else there} is {'a' if path.is_dir() else 'no'} directory"
-        )
+    if path.is_dir():
+        raise ApexError(f"{path} cannot be written: {path} is a directory")
+    if not there.is_dir():
+        raise ApexError(f"{path} cannot be written: {there} is no directory")
     if not os.access(there, os.W_OK):
         raise ApexError(f"{path} cannot be written: no permission to write to {there}")
+
+
+def flag(name: str) -> str:
+    """max_length -> --max-length."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_seed(seed: int) -> None:
+    """Raises ApexError for what numpy takes for no seed."""
+    if not 0 <= seed < 2**32:
+        raise ApexError(f"--seed {seed} is out of range: from 0 to {2**32 - 1}")
 
 
 def progress_bar(what: str) -> Progress:

@@ -14,6 +14,7 @@ from apex_engine.vocabulary import ApexError
 
 THRESHOLDS = ("calibrated", "quantile")
 PREDICTORS = ("gate", "norm", "learned")
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the computation
 MODES = ("adaptive", "deterministic", "exact")
 UNITS = {"": 1, "B": 1}
 for _i, _letter in enumerate("KMGT", 1):

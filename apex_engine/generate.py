@@ -15,7 +15,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, TextStreamer, set_seed
 
 from apex_engine.arguments import add_engine_options, engine_config, open_checkpoint, read_tokenizer
-from apex_engine.command import console, first_line, human, parse_device, quieten, run, say
+from apex_engine.command import check_seed, console, first_line, flag, human, parse_device, quieten, run, say
 from apex_engine.config import Config
 from apex_engine.hook import load, read_config
 from apex_engine.plan import Plan, kv_bytes, make_plan
@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     sampling = p.add_argument_group("sampling (transformers' own flags)")
     sampling.add_argument("--do-sample", action="store_true", help="sample instead of taking the likeliest token")
     for name, (kind, *_) in SAMPLING.items():
-        sampling.add_argument(_flag(name), type=kind, metavar="X")
+        sampling.add_argument(flag(name), type=kind, metavar="X")
     sampling.add_argument("--seed", type=int, default=0, help="of the sampling; default: %(default)s")
     return p
 
@@ -167,20 +167,15 @@ def _check_length(config: Any, prompt: int, new: int) -> int:
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling flags that were given, checked."""
-    if not 0 <= args.seed < 2**32:
-        raise ApexError(f"--seed {args.seed} is out of range: from 0 to {2**32 - 1}")
+    check_seed(args.seed)
     given = {name: getattr(args, name) for name in SAMPLING if getattr(args, name) is not None}
     for name, value in given.items():
         _, least, most, only_sampling = SAMPLING[name]
         if only_sampling and not args.do_sample:
-            raise ApexError(f"{_flag(name)} has no effect without --do-sample: add it, or drop the flag")
+            raise ApexError(f"{flag(name)} has no effect without --do-sample: add it, or drop the flag")
         if not least <= value <= most:
-            raise ApexError(f"{_flag(name)} {value} is out of range: from {least:g} to {most:g}")
+            raise ApexError(f"{flag(name)} {value} is out of range: from {least:g} to {most:g}")
     return given
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def show_plan(plan: Plan, config: Config, kv: int | None) -> None:

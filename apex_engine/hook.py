@@ -16,16 +16,14 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from apex_engine.command import first_line, parse_device
-from apex_engine.config import Config
+from apex_engine.config import DTYPES, Config
 from apex_engine.engine import Engine
 from apex_engine.experts import ApexExperts
-from apex_engine.plan import automatic_memory, check_host_memory, kv_bytes
+from apex_engine.plan import config_for, kv_bytes
 from apex_engine.predictor import Predictor
 from apex_engine.quantize.checkpoint import MANIFEST, Manifest, guard_name
 from apex_engine.quantize.source import find_experts
 from apex_engine.vocabulary import ApexError
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load(
@@ -39,9 +37,7 @@ def load(
     device = parse_device(str(device))
     if dtype not in (None, *DTYPES, *(getattr(torch, name) for name in DTYPES[1:])):
         raise ApexError(f"dtype {dtype} is none to compute in: choose from {', '.join(DTYPES)}")
-    if options.get("device_memory") == "auto":
-        options["device_memory"] = automatic_memory(device)
-    check_host_memory(Config.make(**options), device)
+    options = vars(config_for(device, **options))
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / MANIFEST).is_file():
         if not folder.is_dir():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -122,12 +123,17 @@ def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None
         return None
 
 
-def check_host_memory(config: Config, device: torch.device) -> None:
-    """Raises ApexError for a second tier where there is no first one apart from host memory."""
+def config_for(device: torch.device, **options: Any) -> Config:
+    """`Config.make` for a model on `device`: "auto" is bytes then. Raises ApexError, also for a second tier where there is no
+    first one apart from host memory."""
+    if options.get("device_memory") == "auto":
+        options["device_memory"] = automatic_memory(device)
+    config = Config.make(**options)
     if device.type == "cpu" and not config.link and parse_memory(config.host_memory, 100):
         raise ApexError(
             "host_memory is a tier behind a GPU or a simulated link, and there is neither: raise memory instead"
         )
+    return config
 
 
 def automatic_memory(device: torch.device) -> int:

@@ -59,15 +59,14 @@ def benchmark(
     for shape in track(shapes, "timing", console=console):
         entries = list(_entries(shape, names, device))
         for t in tokens:
+            some = [entry for entry in entries if t <= entry[-1]]
             turns: dict[tuple[str, str], list[float]] = {}
             for turn in range(TURNS):
-                for layout, kernel, memory, most in entries:
+                for layout, kernel, memory, _ in some:
                     times = turns.setdefault((layout.up.name, kernel.name), [])
-                    if t <= most and (turn < LEAST_TURNS or times[-1] < 1e3 * SECONDS):
+                    if turn < LEAST_TURNS or times[-1] < 1e3 * SECONDS:
                         times.append(timed(kernel, layout, memory, t))
             for (form, name), times in turns.items():
-                if not times:
-                    continue
                 layout, milliseconds = _layout(shape, form), statistics.median(times)
                 row = {"shape": shape, "format": form, "kernel": name, "tokens": t, "ms": milliseconds}
                 row["gb_s"] = sum(field.nbytes for field in layout.fields) / milliseconds / 1e6
@@ -106,7 +105,8 @@ def _entries(
                 memory[0] = memory[1]  # where it was tried
             check(kernel, layout, memory)
             slow = name == "torch" and form in ("int2", "int8") and device.type == "cpu"  # seconds a call
-            yield layout, kernel, memory, 1 if bit_equal else 16 if slow else math.inf  # more are torch's
+            most = 1 if bit_equal else 16 if slow else math.inf  # bit-equal, more tokens are torch's
+            yield layout, kernel, memory, most
 
 
 def _layout(shape: str, form: str) -> Layout:

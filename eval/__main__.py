@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
-from apex_engine.command import check_writable, first_line, quieten, run, say
+from apex_engine.command import check_writable, first_line, flag, quieten, run, say
 from apex_engine.config import MODES
 from apex_engine.eval.delta import LIMIT, mean_drop, overall, task_rows
 from apex_engine.eval.machine import machine
@@ -113,7 +113,7 @@ def main() -> None:
 def _check(args: argparse.Namespace) -> None:
     for name, least in (("batch_size", 1), ("max_length", 2), ("text_tokens", 2), ("length", 2), ("num_fewshot", 0)):
         if getattr(args, name) is not None and getattr(args, name) < least:
-            raise ApexError(f"--{name.replace('_', '-')} {getattr(args, name)}: at least {least}")
+            raise ApexError(f"{flag(name)} {getattr(args, name)}: at least {least}")
     if args.limit is not None and args.limit <= 0:
         raise ApexError(f"--limit {args.limit:g}: above 0, a number of items or a share of them")
     if not all(args.tasks.split(",")):

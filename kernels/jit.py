@@ -20,7 +20,7 @@ from torch import Tensor
 
 from apex_engine.kernels.layout import MATRICES, Layout, MatrixFormat
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Routed, Views, unfused
+from apex_engine.kernels.reference import Activation, Routed, Views, one_by_one, unfused
 
 TILE = 32  # rows that a thread takes at once
 
@@ -43,7 +43,7 @@ class JitKernel:
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
     ) -> None:
         if not (self._fused and activation.swiglu and activation.finish is None):
-            unfused(self.linear, x, slots, routed, gates, activation, out)
+            one_by_one(unfused(self.linear, activation), x.float(), slots, routed, gates, activation, out)
             return
         shared, first = (x.float().numpy(), gates.numpy(), out.numpy()), routed.first.tolist()
         for i, slot in enumerate(slots):

@@ -54,7 +54,6 @@ typedef void (*int2_rows)(const uint8_t *codes, const uint16_t *scale, const uin
 /* acc[t] = sum over k of w[k] * x[t][k], for w of int8, bfloat16 or float16. */
 typedef void (*plain_row)(const void *w, const float *x, ptrdiff_t K, int T, float *acc);
 
-
 /* IN_PAIRS: bfloat16 times bfloat16, where `apex_has_pairs`. */
 enum { INT8, BFLOAT16, FLOAT16, PLAIN_FORMATS, IN_PAIRS = PLAIN_FORMATS };
 
@@ -744,8 +743,8 @@ static void widen(const void *x, int format, ptrdiff_t from, ptrdiff_t count, fl
     else memcpy(y, (const float *)x + from, (size_t)count * sizeof(float));
 }
 
-/* exp(x) to three units in the last place, infinite above 88.72: 2^n times the Taylor polynomial of the rest, which is at most half of ln 2. Below -80 it
- * is exp(-80), which added to 1 is lost as well. */
+/* exp(x) to three units in the last place, infinite above 88.72: 2^n times the Taylor polynomial of the rest, which is at most
+ * half of ln 2. Below -80 it is exp(-80), which added to 1 is lost as well. */
 static inline float exponential(float x) {
     const float most = 88.72f, within = x > most ? most : x < -80 ? -80 : x;
     const float shifted = within * 0x1.715476p0f + 0x1.8p23f, n = shifted - 0x1.8p23f; /* n in the low bits of shifted */

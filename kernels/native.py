@@ -31,7 +31,7 @@ from torch.nn.functional import linear
 
 from apex_engine.kernels.layout import MATRICES, RAW, Layout
 from apex_engine.kernels.packing import PLANES
-from apex_engine.kernels.reference import Activation, Reference, Routed, unfused
+from apex_engine.kernels.reference import Activation, Reference, Routed, one_by_one, unfused
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
@@ -127,9 +127,8 @@ class NativeKernel:
         which is by torch for all but one bfloat16 token."""
         lib = library()
         assert lib is not None
-        self.name = f"native {select()}"
-        if like_torch:
-            self.name = "native avx512-bf16"
+        isa = select()
+        self.name = "native avx512-bf16" if like_torch else f"native {isa}"
         self._lib, self._layout = lib, layout
         self._memory = memory  # the structs below point into it
         self._raw = layout.up.name in RAW
@@ -151,7 +150,7 @@ class NativeKernel:
         if not slots:
             return
         if not fused or x.dtype not in ROUND:
-            unfused(self.linear, x, slots, routed, gates, activation, out)
+            one_by_one(unfused(self.linear, activation), x.float(), slots, routed, gates, activation, out)
             return
         x = x.contiguous()
         failed = self._lib.apex_swiglu_experts(

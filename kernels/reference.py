@@ -135,21 +135,9 @@ def one_by_one(
         out.index_copy_(0, rows[pairs], y.float() * gates[rows[pairs]].unsqueeze(1))
 
 
-def unfused(
-    linear: Callable[[Tensor, int, str], Tensor],
-    x: Tensor,
-    slots: Sequence[int],
-    routed: Routed,
-    gates: Tensor,
-    activation: Activation,
-    out: Tensor,
-) -> None:
-    """A `Kernel` call by way of `linear`, which multiplies float32 `[M, K]` with the matrix "up" or "down" of a slot."""
-
-    def expert(some: Tensor, slot: int) -> Tensor:
-        return linear(activation.apply(linear(some, slot, "up")), slot, "down")
-
-    one_by_one(expert, x.float(), slots, routed, gates, activation, out)
+def unfused(linear: Callable[[Tensor, int, str], Tensor], activation: Activation) -> Callable[[Tensor, int], Tensor]:
+    """An `expert` for `one_by_one`: `linear` multiplies float32 `[M, K]` with the matrix "up" or "down" of a slot."""
+    return lambda x, slot: linear(activation.apply(linear(x, slot, "up")), slot, "down")
 
 
 def expert_ffn(

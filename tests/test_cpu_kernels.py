@@ -145,6 +145,14 @@ def test_sixteen_bit_experts_round_where_torch_rounds(isa, form):
     native.select()
 
 
+def beside_torch(kernel, layout, memory, x, slots, routed, gates):
+    """What the kernel puts in an output of NaN, and what torch does."""
+    found, expected = torch.full((2, len(gates), layout.shape.hidden), float("nan"))
+    kernel(x, slots, routed, gates, SWIGLU, found)
+    Reference(layout, memory)(x, slots, routed, gates, SWIGLU, expected)
+    return found, expected
+
+
 class TestLikeTorch:
     """One bfloat16 token gives torch's own bits, where the machine's torch sums as `native` knows how to."""
 
@@ -167,21 +175,21 @@ class TestLikeTorch:
     def test_experts(self, make, hidden, intermediate):
         layout, memory, kernel = make(hidden, intermediate)
         assert kernel.name == "native avx512-bf16"
-        pair, routed = np.arange(1), Routed(np.array([0, 1, 2]), np.zeros(2, np.int64), np.arange(2))
-        both, three = Routed(np.array([0, 1, 4]), np.array([0, 0, 1, 2]), np.arange(4)), torch.rand(4)
+        pair, gates = np.arange(1), torch.rand(4)
+        one, each = (
+            Routed(np.array([0, 1]), pair, pair),
+            Routed(np.array([0, 1, 2]), np.zeros(2, np.int64), np.arange(2)),
+        )
+        three = Routed(np.array([0, 1, 4]), np.array([0, 0, 1, 2]), np.arange(4))
         for scale in (0.01, 1, 100):
             x = (torch.randn(3, hidden) * scale).bfloat16()
-            found, expected = torch.full((2, 2, hidden), float("nan"))
-            kernel(x[:1], [1, 0], routed, three, SWIGLU, found)
-            Reference(layout, memory)(x[:1], [1, 0], routed, three, SWIGLU, expected)
+            found, expected = beside_torch(kernel, layout, memory, x[:1], [1, 0], each, gates[:2])
             assert torch.equal(found, expected) and expected.any()
-            found, expected = torch.full((2, 4, hidden), float("nan"))  # one expert has three tokens: torch's
-            kernel(x, [1, 0], both, three, SWIGLU, found)
-            Reference(layout, memory)(x, [1, 0], both, three, SWIGLU, expected)
+            # one expert has three tokens: torch's
+            found, expected = beside_torch(kernel, layout, memory, x, [1, 0], three, gates)
             assert torch.equal(found, expected)
-            found, expected = torch.full((2, 1, hidden), float("nan"))  # another dtype: torch's
-            kernel(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, found)
-            Reference(layout, memory)(x[:1].float(), [1], Routed(np.array([0, 1]), pair, pair), three, SWIGLU, expected)
+            # another dtype: torch's
+            found, expected = beside_torch(kernel, layout, memory, x[:1].float(), [1], one, gates[:1])
             assert torch.equal(found, expected)
 
     @pytest.mark.filterwarnings("ignore:TF32")  # `flags` sets it too
@@ -206,9 +214,7 @@ class TestLikeTorch:
         views["down.weight"].copy_(torch.eye(240))
         for gates in numbers[numbers.isfinite()].split(240):
             views["up.weight"][: len(gates), 0] = gates
-            found, expected = torch.full((2, 1, 240), float("nan"))
-            kernel(x, [0], routed, torch.ones(1), SWIGLU, found)
-            Reference(layout, memory)(x, [0], routed, torch.ones(1), SWIGLU, expected)
+            found, expected = beside_torch(kernel, layout, memory, x, [0], routed, torch.ones(1))
             torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
     def test_subnormal_sums_are_zero(self, make):
@@ -266,10 +272,9 @@ def test_sixteen_bit_outputs_overflow_where_torchs_do():
     views["up.weight"].fill_(1 / 64)
     views["down.weight"].copy_(torch.eye(64) * torch.linspace(1, 2, 64)[:, None])
     for value in (300, 180, 200, 240, 255):  # 300: so does what lies between the matrices
-        x, (found, expected) = torch.full((1, 64), value).half(), torch.zeros(2, 1, 64)
-        arguments = x, [0], Routed(np.array([0, 1]), pair, pair), torch.ones(1), SWIGLU
-        native.NativeKernel(layout, memory)(*arguments, found)
-        Reference(layout, memory)(*arguments, expected)
+        x, routed = torch.full((1, 64), value).half(), Routed(np.array([0, 1]), pair, pair)
+        kernel = native.NativeKernel(layout, memory)
+        found, expected = beside_torch(kernel, layout, memory, x, [0], routed, torch.ones(1))
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert expected.isinf().any() and expected.isfinite().any()
 
