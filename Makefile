@@ -34,7 +34,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	rm -rf build/types && mkdir -p build/types/apex_engine
-	ln -s $(CURDIR)/apex_engine/*.py $(CURDIR)/kernels $(CURDIR)/quantize $(CURDIR)/eval build/types/apex_engine/
+	ln -s $(CURDIR)/apex_engine/* $(CURDIR)/kernels $(CURDIR)/quantize $(CURDIR)/eval build/types/apex_engine/
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p apex_engine
 
 docs: $(READY)
@@ -45,7 +45,7 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check -o docs/gpu-check.json
 
 # torch first and alone: left to the other packages it may come as a CUDA build of several gigabytes.
-$(READY): pyproject.toml constraints.txt kernels/native.c
+$(READY): pyproject.toml constraints.txt kernels/cpu/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval,dev]'

@@ -11,8 +11,8 @@ if _project.is_file() and 'name = "apex-engine"' in _project.read_text():
     __path__.append(str(_project.parent))  # in a checkout kernels/, quantize/ and eval/ lie beside this folder
 
 from apex_engine.config import Config
-from apex_engine.engine import Engine
-from apex_engine.hook import load
-from apex_engine.vocabulary import ApexError
+from apex_engine.errors import ApexError
+from apex_engine.runtime.engine import Engine
+from apex_engine.runtime.hook import load
 
 __all__ = ["ApexError", "Config", "Engine", "load"]

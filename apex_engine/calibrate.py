@@ -29,35 +29,21 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, set_seed
 
-from apex_engine.arguments import open_checkpoint, read_tokenizer
-from apex_engine.command import (
-    check_seed,
-    check_writable,
-    console,
-    flag,
-    human,
-    parse_device,
-    progress_bar,
-    quieten,
-    run,
-    say,
-)
+from apex_engine.calibration.recorder import Recorder
+from apex_engine.calibration.search import CURVE, SEARCH_ROUNDS, Advance, Limit, Trials, search, sensitivities
+from apex_engine.checkpoint.atomic import atomic_file, check_writable
+from apex_engine.checkpoint.calibration import CALIBRATION, CALIBRATION_VERSION, twins_of
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.checkpoint.moments import LEAST_TOKENS, MOMENTS, write_moments
+from apex_engine.cli.console import console, progress_bar, quieten, run, say
+from apex_engine.cli.options import open_checkpoint, read_tokenizer
 from apex_engine.config import Config, parse_memory
-from apex_engine.engine import Engine
+from apex_engine.core.thresholds import quantiles
+from apex_engine.errors import ApexError, check_seed, flag, human
 from apex_engine.eval.texts import read_text, token_ids, windows
-from apex_engine.hook import load
-from apex_engine.plan import free_memory
-from apex_engine.quantize.checkpoint import Manifest, atomic_file
-from apex_engine.quantize.moments import LEAST_TOKENS, MOMENTS, write_moments
-from apex_engine.recorder import Recorder
-from apex_engine.search import CURVE, SEARCH_ROUNDS, Advance, Limit, Trials, search, sensitivities
-from apex_engine.thresholds import (
-    CALIBRATION,
-    CALIBRATION_VERSION,
-    quantiles,
-    twins_of,
-)
-from apex_engine.vocabulary import ApexError
+from apex_engine.memory.probe import free_memory, parse_device
+from apex_engine.runtime.engine import Engine
+from apex_engine.runtime.hook import load
 
 MAX_KL = 0.01  # nats a token; twice that costs the bundled model a point of accuracy (docs/delta-report.md)
 TRIAL_WINDOWS = 16  # that thresholds are tried on

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from apex_engine.kernels.pick import KERNELS
-from apex_engine.link import Link
-from apex_engine.policies import POLICIES
-from apex_engine.vocabulary import ApexError
+from apex_engine.core.policies import POLICIES
+from apex_engine.errors import ApexError
+from apex_engine.kernels.registry import KERNELS
 
 THRESHOLDS = ("calibrated", "quantile")
 PREDICTORS = ("gate", "norm", "learned")
@@ -97,7 +96,7 @@ class Config:
         if not (isinstance(self.context, int) and self.context > 0):
             raise ApexError(f"context is a number of tokens, not {self.context!r}")
         if self.link is not None:
-            Link.parse(str(self.link))
+            parse_link(str(self.link))
         parse_memory(self.memory, 0)
         parse_memory(self.host_memory, 0)
         if self.device_memory not in (None, "auto"):
@@ -137,6 +136,16 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     },
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},
 }
+
+
+def parse_link(text: str) -> tuple[float, float]:
+    """Bytes a second and seconds of latency of "2GB/s,20us" (the latency may be left out). Raises ApexError."""
+    rate = r"(\d+(?:\.\d*)?)\s*([KMG]?)B/s"
+    match = re.fullmatch(rf"\s*{rate}\s*(?:,\s*(\d+(?:\.\d*)?)\s*(s|ms|us)\s*)?", text)
+    if not match or not float(match[1]):
+        raise ApexError(f'link {text!r} is not understood: give a rate and a latency, such as "2GB/s,20us"')
+    latency = float(match[3] or 0) * {"s": 1, "ms": 1e-3, "us": 1e-6, None: 0}[match[4]]
+    return float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9}[match[2]], latency
 
 
 def parse_memory(value: int | str, whole: int) -> int:

@@ -14,14 +14,16 @@ import torch
 from rich.table import Table
 from transformers import PreTrainedModel, TextStreamer, set_seed
 
-from apex_engine.arguments import add_engine_options, engine_config, open_checkpoint, read_tokenizer
-from apex_engine.command import check_seed, console, first_line, flag, human, parse_device, quieten, run, say
+from apex_engine.checkpoint.calibration import resolve
+from apex_engine.cli.console import console, quieten, run, say
+from apex_engine.cli.options import add_engine_options, engine_config, open_checkpoint, read_tokenizer
 from apex_engine.config import Config
-from apex_engine.hook import load, read_config
-from apex_engine.plan import Plan, kv_bytes, make_plan
+from apex_engine.core.vocabulary import Precision
+from apex_engine.errors import ApexError, check_seed, first_line, flag, human
+from apex_engine.memory.plan import Plan, kv_bytes, make_plan
+from apex_engine.memory.probe import parse_device
 from apex_engine.quantize.source import ALIASES
-from apex_engine.thresholds import resolve
-from apex_engine.vocabulary import ApexError, Precision
+from apex_engine.runtime.hook import load, read_config
 
 ADAPTIVE = (
     "adaptive mode alters precision: missing experts of little gate weight come as INT2 or are skipped "

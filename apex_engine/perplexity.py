@@ -11,13 +11,13 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from apex_engine.arguments import add_engine_options, open_checkpoint, read_tokenizer
-from apex_engine.command import console, quieten, run, say
+from apex_engine.cli.console import console, quieten, run, say
+from apex_engine.cli.options import add_engine_options, open_checkpoint, read_tokenizer
 from apex_engine.config import SYSTEMS
+from apex_engine.core.ledger import Ledger
+from apex_engine.errors import ApexError
 from apex_engine.eval.pair import add_pair_options, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
-from apex_engine.ledger import Ledger
-from apex_engine.vocabulary import ApexError
 
 
 def parser() -> argparse.ArgumentParser:

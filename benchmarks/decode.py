@@ -22,21 +22,22 @@ from transformers.cache_utils import DynamicCache
 import apex_engine
 from apex_engine.calibrate import Settings
 from apex_engine.calibrate import calibrate as calibrate_thresholds
-from apex_engine.command import console, quieten, run, say
+from apex_engine.calibration.search import Limit
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.checkpoint.moments import Moments
+from apex_engine.cli.console import console, quieten, run, say
 from apex_engine.config import Config
-from apex_engine.engine import Engine
+from apex_engine.core.ledger import TWINS
+from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.errors import ApexError
 from apex_engine.eval.machine import machine
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ALIGN
-from apex_engine.ledger import TWINS
-from apex_engine.loader import BLOCK, WORKERS
-from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.memory.loader import BLOCK, WORKERS
+from apex_engine.memory.store import ExpertStore
 from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import Source, resolve
-from apex_engine.search import Limit
-from apex_engine.store import ExpertStore
-from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from apex_engine.runtime.engine import Engine
 from benchmarks.kernels import copy_bandwidth
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store
 

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import apex_engine
 from apex_engine.calibrate import Settings, calibrate
-from apex_engine.command import console, quieten, run
+from apex_engine.calibration.search import Limit
+from apex_engine.checkpoint.moments import Moments
+from apex_engine.cli.console import console, quieten, run
+from apex_engine.core.thresholds import DEFAULTS
 from apex_engine.eval.machine import machine
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
 from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.moments import Moments
 from apex_engine.quantize.source import Source, resolve
-from apex_engine.search import Limit
-from apex_engine.thresholds import DEFAULTS
 
 # name -> options, whether made with the second moments of the "clip" twins' inputs
 TWINS = {

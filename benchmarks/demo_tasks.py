@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from apex_engine.command import run
+from apex_engine.cli.console import run
 from apex_engine.eval.texts import domains
 from apex_engine.quantize.source import resolve
 

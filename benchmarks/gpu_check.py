@@ -18,14 +18,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.command import quieten, run, say
+from apex_engine.cli.console import quieten, run, say
+from apex_engine.errors import ApexError
 from apex_engine.eval.machine import machine
+from apex_engine.kernels.base import Routed
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
-from apex_engine.kernels.pick import pick
-from apex_engine.kernels.reference import Reference, Routed
+from apex_engine.kernels.reference import Reference
+from apex_engine.kernels.registry import pick
 from apex_engine.quantize.convert import Options, convert, make_blob
 from apex_engine.quantize.source import Source, resolve
-from apex_engine.vocabulary import ApexError
 from benchmarks import decode
 from benchmarks.kernels import SWIGLU, benchmark
 

@@ -14,13 +14,14 @@ import numpy as np
 import torch
 from rich.progress import track
 
-from apex_engine.command import console, run
+from apex_engine.cli.console import console, run
+from apex_engine.errors import ApexError
 from apex_engine.eval.machine import machine
+from apex_engine.kernels.base import Activation, Kernel, Routed, swiglu
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
-from apex_engine.kernels.pick import KERNELS, pick
-from apex_engine.kernels.reference import Activation, Kernel, Reference, Routed, swiglu
+from apex_engine.kernels.reference import Reference
+from apex_engine.kernels.registry import KERNELS, pick
 from apex_engine.quantize.convert import make_blob
-from apex_engine.vocabulary import ApexError
 
 SHAPES = {  # (intermediate, hidden)
     "mixtral": (14336, 4096),

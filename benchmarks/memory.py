@@ -18,7 +18,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import apex_engine
-from apex_engine.command import human, quieten, run
+from apex_engine.cli.console import quieten, run
+from apex_engine.errors import human
 from apex_engine.eval.machine import machine
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source

@@ -13,11 +13,12 @@ import time
 import torch
 from torch import Tensor
 
-from apex_engine.command import parse_device, run
+from apex_engine.checkpoint.moments import MatrixMoments, accumulate, block_size, damp
+from apex_engine.cli.console import run
 from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat, dequantize
+from apex_engine.memory.probe import parse_device
 from apex_engine.quantize.methods import encode
-from apex_engine.quantize.moments import MatrixMoments, accumulate, block_size, damp
 
 SHAPES = {
     "Mixtral up": (1024, 4096),

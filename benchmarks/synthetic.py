@@ -20,10 +20,11 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn.functional import linear
 
-from apex_engine.command import console
+from apex_engine.checkpoint.expert_file import expert_file, expert_file_name
+from apex_engine.checkpoint.manifest import LayerEntry, Manifest
+from apex_engine.cli.console import console
+from apex_engine.kernels.base import Activation, swiglu
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.kernels.reference import Activation, swiglu
-from apex_engine.quantize.checkpoint import LayerEntry, Manifest, expert_file, expert_file_name
 from apex_engine.quantize.convert import make_blob
 
 SWIGLU = Activation(swiglu, swiglu=True)

@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from apex_engine.errors import ApexError
 from apex_engine.eval.perplexity import decoded_logits, window_logits
-from apex_engine.eval.together import Together
-from apex_engine.vocabulary import ApexError
+from apex_engine.runtime.batch import Together
 
 T = TypeVar("T")
 Request = tuple[tuple[str, str], list[int], list[int]]  # lm-eval's: its key, the tokens of context and continuation

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from apex_engine.arguments import engine_config
-from apex_engine.command import first_line, parse_device
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.cli.options import engine_config
+from apex_engine.core.ledger import Ledger
+from apex_engine.errors import ApexError, first_line
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import read_text, strided, token_ids
-from apex_engine.hook import load
-from apex_engine.ledger import Ledger
-from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.memory.probe import parse_device
 from apex_engine.quantize.source import ALIASES
-from apex_engine.vocabulary import ApexError
+from apex_engine.runtime.hook import load
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 Watch = Callable[[tuple[Tensor, ...]], Iterable[Tensor]]

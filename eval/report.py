@@ -17,9 +17,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from apex_engine.command import human
+from apex_engine.checkpoint.atomic import atomic_path
+from apex_engine.errors import human
 from apex_engine.eval.delta import SURE
-from apex_engine.quantize.checkpoint import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

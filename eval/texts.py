@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apex_engine.command import first_line
-from apex_engine.vocabulary import ApexError
+from apex_engine.errors import ApexError, first_line
 
 # Standard-library modules that were not in the bundled model's training data.
 CODE_MODULES = ("textwrap", "queue", "shelve", "tempfile", "json")

@@ -24,26 +24,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from apex_engine.checkpoint.atomic import PART, atomic_path, sha256_of
+from apex_engine.checkpoint.expert_file import expert_file, expert_file_bytes, expert_file_name
+from apex_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, LayerEntry, Manifest, guard_name
+from apex_engine.checkpoint.moments import MatrixMoments, Moments
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import MATRICES, RAW, Layout, MatrixFormat, dequantize
 from apex_engine.kernels.packing import GROUP_SIZES
-from apex_engine.quantize.checkpoint import (
-    FORMAT_VERSION,
-    MANIFEST,
-    PART,
-    FileEntry,
-    LayerEntry,
-    Manifest,
-    atomic_path,
-    expert_file,
-    expert_file_bytes,
-    expert_file_name,
-    guard_name,
-    sha256_of,
-)
 from apex_engine.quantize.methods import METHODS, encode, feeds_back
-from apex_engine.quantize.moments import MatrixMoments, Moments
 from apex_engine.quantize.source import MoeLayer, Source
-from apex_engine.vocabulary import ApexError
 
 JOURNAL = "apex-journal.jsonl"
 DENSE_SHARD = 1 << 30  # bytes of a dense file, unless one tensor is larger

@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from apex_engine.checkpoint.moments import MatrixMoments
 from apex_engine.kernels.layout import RAW, MatrixFormat
 from apex_engine.kernels.packing import pack
 from apex_engine.quantize.gptq import quantize_gptq
-from apex_engine.quantize.moments import MatrixMoments
 
 CHUNK = 1 << 20  # weights handled at once by `clip`: more leave the cache, fewer leave cores idle (measured)
 SHRINKS = (1.0, 0.85, 0.7, 0.55, 0.4)  # clip ranges tried, as shares of the full range

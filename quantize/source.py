@@ -36,8 +36,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from apex_engine.errors import ApexError
+from apex_engine.families import find_experts, layer_number
 from apex_engine.kernels.layout import ExpertShape
-from apex_engine.vocabulary import ApexError
 
 ALIASES = {
     "mixtral": "mistralai/Mixtral-8x7B-Instruct-v0.1",
@@ -49,20 +50,6 @@ ALIASES = {
     "tiny": str(Path(__file__).resolve().parent.parent / "models" / "tiny-mixtral"),
 }
 FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # dtypes an expert may have, by safetensors' names
-INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # set by transformers on every experts module
-
-
-def find_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """The routed-experts modules of a transformers model, by module path, in the order of the layers."""
-    return {name: module for name, module in model.named_modules() if all(hasattr(module, flag) for flag in INTERFACE)}
-
-
-def layer_number(module: str) -> int:
-    """The model's own number of the layer that a module path lies in: "model.layers.7.mlp.experts" -> 7."""
-    numbers = re.findall(r"\.(\d+)\.", f".{module}.")
-    if not numbers:
-        raise ApexError(f"the module path {module} has no layer number: this model family is not supported")
-    return int(numbers[0])
 
 
 def resolve(source: str) -> Path:

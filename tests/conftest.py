@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.utils import logging as transformers_logging
 
-from apex_engine.quantize.checkpoint import Manifest
+from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import ALIASES, Source
 from models import save_model

@@ -4,10 +4,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from apex_engine.cache import ExpertCache
+from apex_engine.core.policies import POLICIES
+from apex_engine.core.vocabulary import ExpertId, Precision
 from apex_engine.kernels.layout import ALIGN, ExpertShape, Layout, MatrixFormat
-from apex_engine.policies import POLICIES
-from apex_engine.vocabulary import ExpertId, Precision
+from apex_engine.memory.cache import ExpertCache
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 SHAPE = ExpertShape(8, 8, False)

@@ -8,18 +8,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
 from apex_engine.calibrate import Settings, calibrate, main, record, sample
+from apex_engine.calibration.recorder import Recorder
+from apex_engine.calibration.search import Limit
+from apex_engine.checkpoint.calibration import CALIBRATION, read_calibration
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.checkpoint.moments import MOMENTS, Moments, accumulate, block_size, write_moments
+from apex_engine.core.scorer import wanted
+from apex_engine.errors import ApexError
 from apex_engine.eval.perplexity import judge, window_logits
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.quantize.checkpoint import Manifest
 from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.moments import MOMENTS, Moments, accumulate, block_size, write_moments
 from apex_engine.quantize.source import Source
-from apex_engine.recorder import Recorder
-from apex_engine.scorer import wanted
-from apex_engine.search import Limit
-from apex_engine.thresholds import CALIBRATION, read_calibration
-from apex_engine.vocabulary import ApexError
 from models import save_model
 
 SMALL = Settings(tokens=2048, length=64)

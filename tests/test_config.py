@@ -1,7 +1,7 @@
 import pytest
 
 from apex_engine.config import Config, parse_memory
-from apex_engine.vocabulary import ApexError
+from apex_engine.errors import ApexError
 
 
 @pytest.mark.parametrize(

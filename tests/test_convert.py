@@ -16,12 +16,14 @@ from conftest import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from apex_engine.checkpoint.atomic import sha256_of
+from apex_engine.checkpoint.expert_file import data_offset
+from apex_engine.checkpoint.manifest import MANIFEST, Manifest, guard_name, verify
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ALIGN
 from apex_engine.quantize import convert as convert_module
-from apex_engine.quantize.checkpoint import MANIFEST, Manifest, data_offset, guard_name, sha256_of, verify
 from apex_engine.quantize.convert import JOURNAL, Options, convert
 from apex_engine.quantize.source import Source
-from apex_engine.vocabulary import ApexError
 from models import make_model, save_model
 
 

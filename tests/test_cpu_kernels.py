@@ -5,11 +5,13 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from apex_engine.kernels import native, pick
+from apex_engine.errors import ApexError
+from apex_engine.kernels import registry as pick
+from apex_engine.kernels.base import Activation, Routed
+from apex_engine.kernels.cpu import native
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.kernels.reference import Activation, Reference, Routed, matrix_linear, round_inputs
+from apex_engine.kernels.reference import Reference, matrix_linear, round_inputs
 from apex_engine.quantize.convert import make_blob
-from apex_engine.vocabulary import ApexError
 
 ISAS = [isa for isa in ("avx512-vnni", "avx2", "neon", "generic") if native.select(isa)]
 SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apex_engine.config import MODES
-from apex_engine.dispatch import dispatch
-from apex_engine.vocabulary import Precision
+from apex_engine.core.dispatch import dispatch
+from apex_engine.core.vocabulary import Precision
 
 SKIP, LOW, HIGH = Precision
 

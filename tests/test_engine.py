@@ -21,14 +21,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, set_
 from transformers.utils import logging as transformers_logging
 
 import apex_engine
-from apex_engine.cache import ExpertCache
-from apex_engine.engine import _Trial
-from apex_engine.experts import ApexExperts
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.core.scorer import wanted
+from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import dequantize
-from apex_engine.quantize.checkpoint import Manifest
-from apex_engine.scorer import wanted
-from apex_engine.store import ExpertStore
-from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from apex_engine.memory.cache import ExpertCache
+from apex_engine.memory.store import ExpertStore
+from apex_engine.runtime.engine import _Trial
+from apex_engine.runtime.experts import ApexExperts
 from models import FAMILIES, save_model
 
 HIGH, LOW, SKIP = Precision.HIGH, Precision.LOW, Precision.SKIP

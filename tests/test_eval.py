@@ -15,11 +15,12 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
 import apex_engine  # noqa: E402
+from apex_engine.core.vocabulary import ExpertId  # noqa: E402
+from apex_engine.errors import ApexError  # noqa: E402
 from apex_engine.eval import __main__ as command  # noqa: E402
 from apex_engine.eval.lm import EngineLM  # noqa: E402
-from apex_engine.eval.together import Together  # noqa: E402
-from apex_engine.store import ExpertStore  # noqa: E402
-from apex_engine.vocabulary import ApexError, ExpertId  # noqa: E402
+from apex_engine.memory.store import ExpertStore  # noqa: E402
+from apex_engine.runtime.batch import Together  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ["--tasks", "apex_demo_continuation_kjv,apex_demo_reference", "--limit", "6", "--text-tokens", "512"]

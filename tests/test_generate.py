@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
 from apex_engine import generate
-from apex_engine.command import human, run
+from apex_engine.cli.console import run
+from apex_engine.errors import human
 from apex_engine.quantize import __main__ as quantize_command
 from models import save_model
 

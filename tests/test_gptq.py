@@ -3,10 +3,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apex_engine.checkpoint.moments import MatrixMoments
 from apex_engine.kernels.layout import MatrixFormat
 from apex_engine.quantize.gptq import STEP, _Block, quantize_gptq
 from apex_engine.quantize.methods import encode, feeds_back, quantize_clip, quantize_with_feedback
-from apex_engine.quantize.moments import MatrixMoments
 
 
 def inputs_of_rank(rank: int, columns: int) -> torch.Tensor:

@@ -9,13 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apex_engine.cache import ExpertCache
+from apex_engine.core.ledger import Ledger
+from apex_engine.core.policies import POLICIES
+from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.ledger import Ledger
-from apex_engine.link import Link
-from apex_engine.loader import LEAST_BLOCK, LEAST_EARLY, Load, Loader
-from apex_engine.policies import POLICIES
-from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from apex_engine.memory.cache import ExpertCache
+from apex_engine.memory.link import Link
+from apex_engine.memory.loader import LEAST_BLOCK, LEAST_EARLY, Load, Loader
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 SHAPE = ExpertShape(256, 384, True)  # HIGH in several blocks, LOW in one

@@ -7,12 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
+from apex_engine.core.ledger import Ledger
+from apex_engine.errors import ApexError
 from apex_engine.eval.pair import Pair
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, stderr, window_logits
 from apex_engine.eval.texts import domains, read_text, strided, windows
-from apex_engine.ledger import Ledger
 from apex_engine.perplexity import main
-from apex_engine.vocabulary import ApexError
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from apex_engine.checkpoint.manifest import LayerEntry, Manifest
 from apex_engine.config import Config
+from apex_engine.core.vocabulary import Precision
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.plan import free_memory, kv_bytes, make_plan
-from apex_engine.quantize.checkpoint import LayerEntry, Manifest
-from apex_engine.vocabulary import ApexError, Precision
+from apex_engine.memory.plan import kv_bytes, make_plan
+from apex_engine.memory.probe import free_memory
 from models import FAMILIES
 
 HIGH, LOW = Precision.HIGH, Precision.LOW

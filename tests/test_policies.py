@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from apex_engine.policies import POLICIES
-from apex_engine.vocabulary import Precision
+from apex_engine.core.policies import POLICIES
+from apex_engine.core.vocabulary import Precision
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 

@@ -6,8 +6,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import apex_engine
-from apex_engine.experts import ApexExperts
-from apex_engine.predictor import EMBEDDING
+from apex_engine.predict.learned import EMBEDDING
+from apex_engine.runtime.experts import ApexExperts
 from models import FAMILIES
 
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from apex_engine.scorer import scores, wanted
-from apex_engine.vocabulary import Precision
+from apex_engine.core.scorer import scores, wanted
+from apex_engine.core.vocabulary import Precision
 
 GATES = arrays(np.float32, st.tuples(st.integers(1, 5), st.integers(1, 8)), elements=st.floats(0, 100, width=32))
 THRESHOLDS = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 import apex_engine
+from apex_engine.errors import ApexError
 from apex_engine.quantize.methods import encode
 from apex_engine.quantize.source import Source, resolve
-from apex_engine.vocabulary import ApexError
 from models import make_model, save_model
 
 

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from apex_engine.checkpoint.expert_file import data_offset
+from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ALIGN
-from apex_engine.quantize.checkpoint import Manifest, data_offset
-from apex_engine.store import ExpertStore
-from apex_engine.vocabulary import ApexError, ExpertId, Precision
+from apex_engine.memory.store import ExpertStore
 
 HIGH, LOW = Precision.HIGH, Precision.LOW
 

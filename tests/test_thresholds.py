@@ -5,23 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apex_engine.checkpoint.calibration import CALIBRATION, CALIBRATION_VERSION, resolve, twins_of
+from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.config import Config
-from apex_engine.quantize.checkpoint import Manifest
-from apex_engine.scorer import scores, wanted
-from apex_engine.thresholds import (
-    BINS,
-    CALIBRATION,
-    CALIBRATION_VERSION,
-    Profile,
-    Thresholds,
-    bin_of,
-    bins_above,
-    cheapest,
-    quantiles,
-    resolve,
-    twins_of,
-)
-from apex_engine.vocabulary import ApexError, Precision
+from apex_engine.core.scorer import scores, wanted
+from apex_engine.core.thresholds import BINS, Profile, Thresholds, bin_of, bins_above, cheapest, quantiles
+from apex_engine.core.vocabulary import Precision
+from apex_engine.errors import ApexError
 
 HIGH, LOW = 100, 16  # bytes
 

@@ -17,11 +17,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
     os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
-from apex_engine.kernels import compile_matrix, gpu  # noqa: E402
+from apex_engine.errors import ApexError  # noqa: E402
+from apex_engine.kernels.base import Activation, Routed  # noqa: E402
 from apex_engine.kernels.layout import MATRICES, ExpertShape, Layout, MatrixFormat, dequantize  # noqa: E402
 from apex_engine.kernels.packing import pack  # noqa: E402
-from apex_engine.kernels.reference import Activation, Reference, Routed  # noqa: E402
-from apex_engine.vocabulary import ApexError  # noqa: E402
+from apex_engine.kernels.reference import Reference  # noqa: E402
+from apex_engine.kernels.triton import compile_matrix, gpu  # noqa: E402
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 2e-3, F16: 2e-3}  # of the largest, and of the RMS, value of the output
@@ -302,7 +303,7 @@ def test_kernels_compile_without_spills():
         for tokens in (1, 64)
     ]
     program = (
-        "import json; from apex_engine.kernels.compile_matrix import Case, compile_case\n"
+        "import json; from apex_engine.kernels.triton.compile_matrix import Case, compile_case\n"
         f"print(json.dumps([compile_case(Case(*case)).fault(case[0]) for case in {cases}]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
