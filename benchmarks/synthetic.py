@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from apex_engine.checkpoint.expert_file import expert_file, expert_file_name
-from apex_engine.checkpoint.manifest import LayerEntry, Manifest
+from apex_engine.checkpoint.manifest import LayerEntry, Manifest, Twin
 from apex_engine.cli.console import console
 from apex_engine.kernels.base import Activation, swiglu
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
@@ -68,8 +68,9 @@ def write_store(folder: Path, shape: Shape) -> Manifest:
                 for _ in range(shape.experts):
                     file.append(blobs[form])
             files[names[form]] = file.entry()
-        layers.append(LayerEntry(number, f"model.layers.{number}.mlp.experts", names["bfloat16"], names["int2"]))
-    manifest = Manifest("synthetic", "", asdict(shape), shape.experts, high, low, tuple(layers), 0, files)
+        layers.append(LayerEntry(number, f"model.layers.{number}.mlp.experts", (names["int2"], names["bfloat16"])))
+    twins = (Twin("int2", low), Twin("bfloat16", high))
+    manifest = Manifest("synthetic", "", asdict(shape), shape.experts, twins, tuple(layers), 0, files)
     manifest.write(folder)
     return manifest
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from apex_engine.checkpoint.atomic import PART, atomic_path, sha256_of
 from apex_engine.checkpoint.expert_file import expert_file, expert_file_bytes, expert_file_name
-from apex_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, LayerEntry, Manifest, guard_name
+from apex_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, FileEntry, LayerEntry, Manifest, Twin, guard_name
 from apex_engine.checkpoint.moments import MatrixMoments, Moments
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import MATRICES, RAW, Layout, MatrixFormat, dequantize
@@ -137,10 +137,9 @@ def convert(
             fingerprint=source.fingerprint,
             options=asdict(options),
             experts=source.layers[0].experts,
-            high=high,
-            low=low,
+            twins=(Twin(low.up.name, low), Twin(high.up.name, high)),
             layers=tuple(
-                LayerEntry(layer.number, layer.module, *_file_names(layer, high, low)) for layer in source.layers
+                LayerEntry(layer.number, layer.module, _file_names(layer, high, low)[::-1]) for layer in source.layers
             ),
             dense_bytes=source.dense_bytes,
             files={**journal.files, **others},

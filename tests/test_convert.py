@@ -68,7 +68,7 @@ class TestWhatIsWritten:
     def test_expert_files_are_safetensors_and_aligned(self, finished):
         manifest = Manifest.read(finished)
         for layer in manifest.layers:
-            for name, layout in ((layer.high, manifest.high), (layer.low, manifest.low)):
+            for name, layout in ((layer.files[-1], manifest.high), (layer.files[0], manifest.low)):
                 with safe_open(finished / name, "pt") as file:
                     tensor = file.get_tensor("experts")
                 assert tensor.shape == (manifest.experts, layout.stride) and tensor.dtype == torch.uint8
@@ -84,7 +84,7 @@ class TestWhatIsWritten:
 
     def test_high_twins_are_the_source_weights(self, source, finished):
         manifest, tensors = Manifest.read(finished), load_file(source / "model.safetensors")
-        with safe_open(finished / manifest.layers[2].high, "pt") as file:
+        with safe_open(finished / manifest.layers[2].files[-1], "pt") as file:
             views = manifest.high.views(file.get_tensor("experts")[4])
         prefix = "model.layers.2.block_sparse_moe.experts.4"
         up = torch.cat([tensors[f"{prefix}.w1.weight"], tensors[f"{prefix}.w3.weight"]])
@@ -116,7 +116,7 @@ class TestWhatIsWritten:
         config = json.loads((finished / "config.json").read_text())
         assert config["quantization_config"] == {
             "quant_method": "apex",
-            "version": 1,
+            "version": 2,
             "high": "bfloat16",
             "low": {"up": "int2", "down": "int2"},
             "group_size": 64,
@@ -162,7 +162,7 @@ class TestWhatIsWritten:
         assert manifest.errors["high.up"]["error"] < 0.01
         assert manifest.errors["low.down"]["error"] < manifest.errors["low.up"]["error"]
         for layer in manifest.layers:
-            assert (tmp_path / "apex" / layer.low).stat().st_size == ALIGN + manifest.experts * manifest.low.stride
+            assert (tmp_path / "apex" / layer.files[0]).stat().st_size == ALIGN + manifest.experts * manifest.low.stride
 
 
 class TestReruns:
@@ -253,8 +253,8 @@ class TestReruns:
         monkeypatch.undo()
         folder = tmp_path / "apex"
         manifest = Manifest.read(finished)
-        (folder / manifest.layers[0].low).write_bytes(b"")  # finished once, empty now
-        (folder / (manifest.layers[2].low + ".part")).write_bytes(b"half")
+        (folder / manifest.layers[0].files[0]).write_bytes(b"")  # finished once, empty now
+        (folder / (manifest.layers[2].files[0] + ".part")).write_bytes(b"half")
         with (folder / JOURNAL).open("a") as journal:
             journal.write('{"files": {"experts/lay')  # a line cut by the kill
         quantize(source, folder)
@@ -370,11 +370,11 @@ def test_manifest_of_an_unfinished_or_spoiled_checkpoint(finished, tmp_path):
     with pytest.raises(ApexError, match="not a finished apex checkpoint"):
         Manifest.read(tmp_path)
     whole = json.loads((finished / MANIFEST).read_text())
-    for damage in ({"version": 1}, {**whole, "files": []}, {**whole, "experts": "6"}, [], {**whole, "high": {}}):
+    for damage in ({"version": 2}, {**whole, "files": []}, {**whole, "experts": "6"}, [], {**whole, "twins": {}}):
         (tmp_path / MANIFEST).write_text(json.dumps(damage))
         with pytest.raises(ApexError, match="is damaged"):
             Manifest.read(tmp_path)
-    (tmp_path / MANIFEST).write_text((finished / MANIFEST).read_text().replace('"version": 1', '"version": 99', 1))
+    (tmp_path / MANIFEST).write_text((finished / MANIFEST).read_text().replace('"version": 2', '"version": 99', 1))
     with pytest.raises(ApexError, match="format version 99"):
         Manifest.read(tmp_path)
     (tmp_path / MANIFEST).write_text((finished / MANIFEST).read_text())

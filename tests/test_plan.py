@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from apex_engine.checkpoint.manifest import LayerEntry, Manifest
+from apex_engine.checkpoint.manifest import LayerEntry, Manifest, Twin
 from apex_engine.config import Config
 from apex_engine.core.vocabulary import Precision
 from apex_engine.errors import ApexError
@@ -22,7 +22,9 @@ def a_manifest(layers: int, experts: int, inter: int = 512) -> Manifest:
     shape = ExpertShape(256, inter, True)
     high = Layout(shape, MatrixFormat("bfloat16"), MatrixFormat("bfloat16"))
     low = Layout(shape, MatrixFormat("int2", 64), MatrixFormat("int2", 64))
-    return Manifest("", "", {}, experts, high, low, (LayerEntry(0, "", "", ""),) * layers, 0)
+    return Manifest(
+        "", "", {}, experts, (Twin("int2", low), Twin("bfloat16", high)), (LayerEntry(0, "", ("", "")),) * layers, 0
+    )
 
 
 @given(

@@ -51,7 +51,7 @@ def test_per_expert_and_stacked_tensors_give_the_same_twins(tmp_path):
     assert any("experts.gate_up_proj" in key for key in Source(tmp_path / "stacked").tensors)
     apart = quantize(tmp_path / "apart", tmp_path / "1")
     stacked = quantize(tmp_path / "stacked", tmp_path / "2")
-    names = [name for layer in apart.layers for name in (layer.high, layer.low)]
+    names = [name for layer in apart.layers for name in (layer.files[-1], layer.files[0])]
     assert len(names) == 4
     for name in names:
         assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
@@ -233,7 +233,7 @@ class TestRefusals:
         # The LOW twin is made of the float32 weights, not of the rounded or otherwise used ones.
         name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
         expected = encode(load_file(folder / "model.safetensors")[name], manifest.low.down)
-        with safe_open(tmp_path / "apex" / manifest.layers[1].low, "pt") as file:
+        with safe_open(tmp_path / "apex" / manifest.layers[1].files[0], "pt") as file:
             views = manifest.low.views(file.get_tensor("experts")[5])
         assert all(torch.equal(views[f"down.{field}"], value) for field, value in expected.items())
 

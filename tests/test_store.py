@@ -42,7 +42,7 @@ def read(store: ExpertStore, expert: ExpertId, precision: Precision, blob: np.nd
 def test_every_blob_is_read_as_written(checkpoint):
     store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
     for index, layer in enumerate(manifest.layers):
-        for precision, name in ((HIGH, layer.high), (LOW, layer.low)):
+        for precision, name in ((HIGH, layer.files[-1]), (LOW, layer.files[0])):
             with safe_open(checkpoint / name, "np") as file:
                 expected = file.get_tensor("experts")
             for expert in range(manifest.experts):
@@ -53,7 +53,7 @@ def test_every_blob_is_read_as_written(checkpoint):
 
 def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
     manifest = Manifest.read(checkpoint)
-    path = checkpoint / manifest.layers[1].low
+    path = checkpoint / manifest.layers[1].files[0]
     with path.open("r+b") as file:
         file.seek(data_offset(path, manifest.low, manifest.experts) + 3 * manifest.low.stride + 77)
         byte = file.read(1)
@@ -70,7 +70,7 @@ def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
 
 def test_a_file_cut_after_opening(checkpoint):
     store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
-    path = checkpoint / manifest.layers[0].high
+    path = checkpoint / manifest.layers[0].files[-1]
     os.truncate(path, path.stat().st_size - manifest.high.stride - ALIGN)
     with pytest.raises(ApexError, match=r"expert 5, HIGH twin cannot be read .* the file ends after 0 of"):
         store.read(ExpertId(0, 5), HIGH, a_blob(manifest.high.stride))
@@ -80,7 +80,7 @@ def test_a_file_cut_after_opening(checkpoint):
 
 @pytest.mark.parametrize("damage", ["missing", "short", "header"])
 def test_damage_before_opening(checkpoint, damage):
-    path = checkpoint / Manifest.read(checkpoint).layers[1].high
+    path = checkpoint / Manifest.read(checkpoint).layers[1].files[-1]
     if damage == "missing":
         path.unlink()
     elif damage == "short":

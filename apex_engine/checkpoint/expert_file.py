@@ -18,10 +18,11 @@ from typing import BinaryIO
 from torch import Tensor
 
 from apex_engine.checkpoint.atomic import atomic_file
-from apex_engine.checkpoint.manifest import FORMAT_VERSION, FileEntry
+from apex_engine.checkpoint.manifest import FileEntry
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ALIGN, Layout
 
+FILE_VERSION = 1
 TENSOR = "experts"  # name of the one tensor in an expert file
 
 
@@ -67,7 +68,7 @@ def expert_file_bytes(layout: Layout, experts: int) -> int:
 
 def _header(layout: Layout, experts: int) -> bytes:
     header = {
-        "__metadata__": {"format": "apex", "version": str(FORMAT_VERSION), "layout": json.dumps(layout.describe())},
+        "__metadata__": {"format": "apex", "version": str(FILE_VERSION), "layout": json.dumps(layout.describe())},
         TENSOR: {
             "dtype": "U8",
             "shape": [experts, layout.stride],

@@ -1,12 +1,12 @@
-"""The apex checkpoint on disk: names, the expert file, the manifest. Written by the quantizer, read by the runtime.
+"""The apex checkpoint on disk: what is in it, as its manifest says. Written by the quantizer, read by the runtime.
 
     config.json ...                       the source's own files, `quantization_config` added
     model-00001-of-0000N.safetensors      the dense part, tensors as in the source
-    experts/layer-007.int2.safetensors    one uint8 tensor "experts" [E, stride], row e = blob of expert e
+    experts/layer-007.int2.safetensors    one twin of the experts of a layer (expert_file.py)
     apex.json                             the manifest, written last: without it the checkpoint is unfinished
 
-In an expert file the tensor's data starts at a multiple of 4096 (the JSON header is padded with spaces, which safetensors
-allows) and so does every blob.
+Every routed expert is there in several forms, its twins. They stand in one order everywhere, fewest bytes first, and the rest of
+the project knows a twin by its place in that order, counted from 1: its precision.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from apex_engine.checkpoint.atomic import atomic_file, sha256_of
+from apex_engine.core.vocabulary import Words
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import Layout
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READABLE = (1, 2)  # version 1 had exactly two twins, named high and low
 MANIFEST = "apex.json"
 
 
@@ -35,13 +37,21 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
+class Twin:
+    """One form of every routed expert. `name` is that of its form: "int2", "bfloat16"."""
+
+    name: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
 class LayerEntry:
-    """One MoE layer: its number in the model, the module path, and its two expert files (relative to the checkpoint)."""
+    """One MoE layer: its number in the model, the module path, and its expert files (relative to the checkpoint), one for each
+    twin, in the order of the twins."""
 
     number: int
     module: str
-    high: str
-    low: str
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,42 @@ class Manifest:
     fingerprint: str  # of the source's config and weights
     options: dict[str, Any]
     experts: int  # routed experts a layer
-    high: Layout
-    low: Layout
+    twins: tuple[Twin, ...]  # fewest bytes first
     layers: tuple[LayerEntry, ...]
     dense_bytes: int
     files: dict[str, FileEntry] = field(default_factory=dict)
     errors: dict[str, Any] = field(default_factory=dict)  # relative error by twin and matrix, and the worst tensors
-    fallbacks: dict[str, int] = field(default_factory=dict)  # LOW matrices made in a simpler way, for want of tokens
+    fallbacks: dict[str, int] = field(default_factory=dict)  # matrices made in a simpler way, for want of tokens
+
+    @property
+    def precisions(self) -> range:
+        """Of its twins, lowest first."""
+        return range(1, len(self.twins) + 1)
+
+    @property
+    def words(self) -> Words:
+        """What precisions are called."""
+        return Words.of([twin.name for twin in self.twins])
+
+    def layout(self, precision: int) -> Layout:
+        return self.twins[precision - 1].layout
+
+    @property
+    def strides(self) -> dict[int, int]:
+        """Bytes of a blob of each twin."""
+        return {precision: self.layout(precision).stride for precision in self.precisions}
+
+    def file(self, layer: int, precision: int) -> str:
+        """The expert file of MoE layer `layer`, counted from 0."""
+        return self.layers[layer].files[precision - 1]
+
+    @property
+    def high(self) -> Layout:
+        return self.twins[-1].layout
+
+    @property
+    def low(self) -> Layout:
+        return self.twins[0].layout
 
     def write(self, folder: Path) -> None:
         content = {
@@ -68,8 +107,7 @@ class Manifest:
             "fingerprint": self.fingerprint,
             "options": self.options,
             "experts": self.experts,
-            "high": self.high.describe(),
-            "low": self.low.describe(),
+            "twins": [{"name": twin.name, "layout": twin.layout.describe()} for twin in self.twins],
             "layers": [asdict(layer) for layer in self.layers],
             "dense_bytes": self.dense_bytes,
             "errors": self.errors,
@@ -81,7 +119,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises ApexError where `folder` holds no finished checkpoint of this version, or a file is missing or short."""
+        """Raises ApexError where `folder` holds no finished checkpoint of a known version, or a file is missing or short."""
         path = folder / MANIFEST
         if not path.is_file():
             raise ApexError(
@@ -93,33 +131,40 @@ class Manifest:
             content = json.loads(path.read_text())
             if not isinstance(content["experts"], int):
                 raise TypeError("experts")
-            if content["version"] != FORMAT_VERSION:
+            if content["version"] not in READABLE:
                 raise ApexError(
                     f"{path} has format version {content['version']}, this is version {FORMAT_VERSION}: delete "
                     f"{folder} and quantize again"
                 )
-            manifest = cls(
-                source=content["source"],
-                fingerprint=content["fingerprint"],
-                options=content["options"],
-                experts=content["experts"],
-                high=Layout.parse(content["high"]),
-                low=Layout.parse(content["low"]),
-                layers=tuple(LayerEntry(**layer) for layer in content["layers"]),
-                dense_bytes=content["dense_bytes"],
-                errors=content["errors"],
-                fallbacks=content.get("fallbacks", {}),
-                files={
-                    name: FileEntry(entry["nbytes"], entry["sha256"], tuple(entry["blobs"]))
-                    for name, entry in content["files"].items()
-                },
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            manifest = cls._parse(_as_of_now(content) if content["version"] == 1 else content)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ApexError(
                 f"{path} is damaged ({error!r}): copy it again, or delete {folder} and quantize again"
             ) from None
         manifest._check_files(folder)
         return manifest
+
+    @classmethod
+    def _parse(cls, content: dict[str, Any]) -> Manifest:
+        twins = tuple(Twin(twin["name"], Layout.parse(twin["layout"])) for twin in content["twins"])
+        layers = tuple(LayerEntry(row["number"], row["module"], tuple(row["files"])) for row in content["layers"])
+        if not twins or any(len(layer.files) != len(twins) for layer in layers):
+            raise ValueError("files of the twins")
+        return cls(
+            source=content["source"],
+            fingerprint=content["fingerprint"],
+            options=content["options"],
+            experts=content["experts"],
+            twins=twins,
+            layers=layers,
+            dense_bytes=content["dense_bytes"],
+            errors=content["errors"],
+            fallbacks=content.get("fallbacks", {}),
+            files={
+                name: FileEntry(entry["nbytes"], entry["sha256"], tuple(entry["blobs"]))
+                for name, entry in content["files"].items()
+            },
+        )
 
     def _check_files(self, folder: Path) -> None:
         for name, entry in self.files.items():
@@ -130,6 +175,19 @@ class Manifest:
             if found != entry.nbytes:
                 what = "is missing" if found is None else f"has {found:,} bytes instead of {entry.nbytes:,}"
                 raise ApexError(f"{path} {what}: copy it again, or delete {folder} and quantize again")
+
+
+def _as_of_now(old: dict[str, Any]) -> dict[str, Any]:
+    """The content of a manifest of version 1 as this version writes it."""
+    names = {twin: old[twin]["up"]["name"] for twin in ("low", "high")}
+    return {
+        **old,
+        "twins": [{"name": names[twin], "layout": old[twin]} for twin in ("low", "high")],
+        "layers": [
+            {"number": layer["number"], "module": layer["module"], "files": [layer["low"], layer["high"]]}
+            for layer in old["layers"]
+        ],
+    }
 
 
 def guard_name(module: str) -> str:

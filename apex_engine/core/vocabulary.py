@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,3 +24,25 @@ class ExpertId(NamedTuple):
 
     layer: int
     expert: int
+
+
+class Words(tuple[str, ...]):
+    """What each precision is called, SKIP included: `words[precision]`. Two twins are "low" and "high", one is "high", more go by
+    the names of their forms."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, forms: Sequence[str]) -> Words:
+        """Of the twins' forms, fewest bytes first."""
+        return cls(("skip", *{1: ("high",), 2: ("low", "high")}.get(len(forms), tuple(forms))))
+
+    @property
+    def top(self) -> int:
+        """The highest precision."""
+        return len(self) - 1
+
+    @property
+    def twins(self) -> range:
+        """All precisions but SKIP, lowest first."""
+        return range(1, len(self))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from apex_engine.checkpoint.expert_file import data_offset
-from apex_engine.checkpoint.manifest import LayerEntry, Manifest
+from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.core.vocabulary import ExpertId, Precision
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import Layout
@@ -36,15 +36,15 @@ class ExpertStore:
         self.close = weakref.finalize(self, _close, self._files)  # also when the model is dropped
         self.direct = True
         try:
-            for index, layer in enumerate(manifest.layers):
+            for index in range(len(manifest.layers)):
                 for precision in (Precision.HIGH, Precision.LOW):
-                    self._open(index, layer, precision)
+                    self._open(index, precision)
         except BaseException:
             self.close()
             raise
 
     def layout(self, precision: Precision) -> Layout:
-        return self._manifest.high if precision is Precision.HIGH else self._manifest.low
+        return self._manifest.layout(precision)
 
     def read(self, expert: ExpertId, precision: Precision, part: NDArray[np.uint8], start: int = 0) -> None:
         """Fill `part`, at a multiple of 4096, with the blob's bytes from `start` on.
@@ -77,8 +77,8 @@ class ExpertStore:
             raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
         self._verified.add((expert, precision))
 
-    def _open(self, index: int, layer: LayerEntry, precision: Precision) -> None:
-        name = layer.high if precision is Precision.HIGH else layer.low
+    def _open(self, index: int, precision: Precision) -> None:
+        name = self._manifest.file(index, precision)
         path = self._folder / name
         offset = data_offset(path, self.layout(precision), self._manifest.experts)
         try:
