@@ -5,24 +5,23 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable
-from typing import Any
-
-from rich.progress import track
-from rich.table import Table
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from apex_engine.cli.console import console, quieten, run, say
-from apex_engine.cli.options import add_engine_options, open_checkpoint, read_tokenizer
+from apex_engine.cli.options import add_engine_options, program
 from apex_engine.config import SYSTEMS
-from apex_engine.core.ledger import Ledger
 from apex_engine.errors import ApexError
-from apex_engine.eval.pair import add_pair_options, load_pair, read_windows
-from apex_engine.eval.perplexity import Comparison
+from apex_engine.eval.options import add_pair_options
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from apex_engine.eval.perplexity import Comparison
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m apex_engine.perplexity",
+        prog=program("perplexity"),
         description="Perplexity of a text, KL(reference || engine) and the share of tokens that both find likeliest, with "
         "standard errors. The reference is exact mode of the same checkpoint, or a model through transformers.",
     )
@@ -37,11 +36,19 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
     stride = args.length if args.stride is None else args.stride
     if not (args.tokens >= args.length > 1 and 1 <= stride <= args.length):
         raise ApexError("--tokens must be at least --length, which is at least 2, and --stride from 1 to --length")
+    # With torch and transformers, which --help does not need.
+    from rich.progress import track
+
+    from apex_engine.cli.checkpoint import open_checkpoint, read_tokenizer
+    from apex_engine.core.ledger import Ledger
+    from apex_engine.eval.pair import load_pair, read_windows
+    from apex_engine.eval.perplexity import Comparison
+
     quieten()
     folder, manifest = open_checkpoint(args.model)
     tokenizer = read_tokenizer(folder)
@@ -73,6 +80,8 @@ def _mode(args: argparse.Namespace) -> str:
 
 def show(found: dict[str, Comparison], title: str) -> None:
     """The table on stderr."""
+    from rich.table import Table
+
     table = Table(title=title, title_justify="left")
     for column in ("text", "tokens", "reference", "perplexity", "change", "KL", "same likeliest token"):
         table.add_column(column, justify="left" if column == "text" else "right")

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 import apex_engine
-from apex_engine.calibrate import Settings
-from apex_engine.calibrate import calibrate as calibrate_thresholds
+from apex_engine.calibration.measure import calibrate as calibrate_thresholds
 from apex_engine.calibration.search import Limit
+from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, quieten, run, say

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import apex_engine
-from apex_engine.calibrate import Settings, calibrate
+from apex_engine.calibration.measure import calibrate
 from apex_engine.calibration.search import Limit
+from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, quieten, run
 from apex_engine.core.thresholds import DEFAULTS

@@ -23,14 +23,16 @@ from typing import Any
 from apex_engine.checkpoint.atomic import check_writable
 from apex_engine.checkpoint.calibration import read_calibration, twins_of
 from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.cli.checkpoint import open_checkpoint, read_tokenizer
 from apex_engine.cli.console import quieten, run, say
-from apex_engine.cli.options import add_engine_options, open_checkpoint, read_tokenizer
+from apex_engine.cli.options import add_engine_options
 from apex_engine.config import MODES
 from apex_engine.core.ledger import Ledger
 from apex_engine.errors import ApexError, first_line, flag
 from apex_engine.eval.delta import LIMIT, mean_drop, overall, task_rows
 from apex_engine.eval.machine import machine
-from apex_engine.eval.pair import Pair, add_pair_options, load_pair, read_windows
+from apex_engine.eval.options import add_pair_options
+from apex_engine.eval.pair import Pair, load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 from apex_engine.eval.report import headline, write
 

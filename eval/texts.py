@@ -40,8 +40,13 @@ def read_text(name: str) -> str:
     path, config, split = [*name.split(":"), "", ""][:3]
     if path.count("/") != 1 or path.startswith((".", "/")):
         raise ApexError(f"{name} is neither a file nor the name of a dataset (owner/name:config:split)")
-    from datasets import load_dataset  # a heavy import that a file does not need
-
+    try:
+        from datasets import load_dataset  # a heavy import that a file does not need
+    except ModuleNotFoundError:
+        raise ApexError(
+            f"the dataset {name} needs the datasets package, which is not installed: pip install 'apex-engine[eval]', or name a "
+            "text file"
+        ) from None
     try:
         rows = load_dataset(path, config or None, split=split or "test")
         return "\n".join(rows["text"])

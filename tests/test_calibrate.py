@@ -7,7 +7,10 @@ from conftest import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.calibrate import Settings, calibrate, main, record, sample
+from apex_engine.calibrate import main
+from apex_engine.calibration.measure import calibrate, record
+from apex_engine.calibration.rows import sample
+from apex_engine.calibration.settings import Settings
 from apex_engine.calibration.recorder import Recorder
 from apex_engine.calibration.search import Limit
 from apex_engine.checkpoint.calibration import CALIBRATION, read_calibration
@@ -225,7 +228,7 @@ def test_mistakes_are_named(bundled_apex, monkeypatch, arguments, message):
 
 
 def test_moments_that_do_not_fit_are_refused_before_anything_is_loaded(bundled_apex, monkeypatch):
-    monkeypatch.setattr("apex_engine.calibrate.free_memory", lambda device: 1 << 20)
+    monkeypatch.setattr("apex_engine.calibration.room.free_memory", lambda device: 1 << 20)
     with pytest.raises(ApexError, match="smaller --block"):
         run_main(monkeypatch, bundled_apex)
 

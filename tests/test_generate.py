@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import apex_engine
 from apex_engine import generate
 from apex_engine.cli.console import run
+from apex_engine.cli.prompts import DEMO_PROMPT, encode
 from apex_engine.errors import human
 from apex_engine.quantize import __main__ as quantize_command
 from models import save_model
@@ -85,17 +86,17 @@ class TestGenerate:
 
     def test_chat_template(self, tmp_path, bundled_apex):
         tokenizer = AutoTokenizer.from_pretrained(bundled_apex)
-        plain = generate._encode(tokenizer, "hello", raw=False)
+        plain = encode(tokenizer, "hello", raw=False)
         tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %} assistant:"
-        chat = generate._encode(tokenizer, "hello", raw=False)
+        chat = encode(tokenizer, "hello", raw=False)
         assert tokenizer.decode(chat[0]) == "<s>user: hello assistant:"
-        assert torch.equal(generate._encode(tokenizer, "hello", raw=True), plain)
+        assert torch.equal(encode(tokenizer, "hello", raw=True), plain)
 
     def test_without_arguments_it_is_the_demo(self, command, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
         monkeypatch.setattr("sys.stdin", io.StringIO(""))
         code, out, err = command(generate.main, "-n", 3)
-        assert code == 0 and out.startswith(generate.DEMO_PROMPT)
+        assert code == 0 and out.startswith(DEMO_PROMPT)
         assert "quantizing the bundled model" in err
         assert "quantizing" not in command(generate.main, "-n", 3)[2]
         assert command(generate.main, "tiny", "hello", "-n", 3)[1].startswith("hello")

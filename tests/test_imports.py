@@ -17,6 +17,7 @@ RANKS = [  # from the bottom up; folders of one line do not know each other
     ["apex_engine.eval"],
     ["apex_engine.calibration"],
     ["apex_engine.generate", "apex_engine.calibrate", "apex_engine.perplexity", "apex_engine.__init__"],
+    ["apex_engine.__main__"],
 ]
 # Commands that live in the folder of what they do: they may use everything.
 COMMANDS = ["apex_engine.quantize.__main__", "apex_engine.eval.__main__", "apex_engine.kernels.triton.compile_matrix"]
@@ -80,6 +81,17 @@ def test_decisions_are_arithmetic(module):
     """numpy and the standard library; no torch, threads, files or clock."""
     names = {name.split(".")[0] for name in imported(MODULES[module])}
     assert not names & {"torch", "threading", "time", "transformers", "pathlib", "os", "safetensors"}
+
+
+SILENT = ("core", "checkpoint", "predict", "memory", "runtime", "kernels")  # the rooms that print and draw nothing
+
+
+@pytest.mark.parametrize("module", sorted(m for m in set(MODULES) - set(COMMANDS) if m.split(".")[1] in SILENT))
+def test_the_runtime_prints_and_draws_nothing(module):
+    names = imported(MODULES[module])
+    assert not {name for name in names if name.split(".")[0] in ("rich", "tqdm") or name.startswith("apex_engine.cli")}
+    calls = (node.func for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call))
+    assert not [call for call in calls if isinstance(call, ast.Name) and call.id == "print"]
 
 
 def test_top_level_packages_are_not_shadowed():

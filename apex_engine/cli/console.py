@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers.utils import logging as transformers_logging
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from apex_engine.errors import ApexError, first_line
 
 console = Console(stderr=True, highlight=False)
 
 
-def run(main: Callable[[], None]) -> NoReturn:
+def run(main: Callable[[], object]) -> NoReturn:
     """Exit with 0, with 2 and one line for the user's mistakes and what the system refuses, with 130 after Ctrl-C. Other errors
     keep their traceback."""
     try:
@@ -50,8 +58,8 @@ def _drop_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def progress_bar(what: str) -> Progress:
-    """A bar on stderr with counts and times, not started and without a task."""
+def progress_bar(what: str, transient: bool = False) -> Progress:
+    """A bar on stderr with counts and times, not started and without a task; one that is `transient` goes when it ends."""
     columns = [
         TextColumn(what),
         BarColumn(),
@@ -60,7 +68,30 @@ def progress_bar(what: str) -> Progress:
         TextColumn("ETA"),
         TimeRemainingColumn(),
     ]
-    return Progress(*columns, console=console)
+    return Progress(*columns, console=console, transient=transient)
+
+
+@contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar while the block lasts; call what it gives with the number of steps made."""
+    with progress_bar(what) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda steps: bar.advance(task, steps)
+
+
+@contextmanager
+def loading_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """What `apex_engine.load` may be given as `progress`, (what, done, total), while the block lasts: a transient bar for each
+    `what`, from its first call on."""
+    with progress_bar("{task.description}", transient=True) as bar:
+        tasks: dict[str, TaskID] = {}
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total, visible=done < total)
+
+        yield told
 
 
 def say(text: str) -> None:
@@ -70,5 +101,7 @@ def say(text: str) -> None:
 
 def quieten() -> None:
     """No bars and no advice from transformers: what is shown is this project's."""
+    from transformers.utils import logging as transformers_logging  # not for `--help`
+
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,50 +1,28 @@
-"""What the commands that run a checkpoint share: which one, and the engine's options.
+"""The engine's options on the command line, made from the fields of `Config`.
 
-The help texts say what `Config` says, and take its defaults.
+`python -m apex_engine.cli.options` prints the README's tables of them.
+
+Nothing heavy is imported before a command has read its arguments: `--help` takes no model.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import os
+import sys
+from dataclasses import Field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoTokenizer
+from apex_engine.config import ADVANCED, BASIC, DTYPES, SYSTEMS, Config, command_line
+from apex_engine.errors import ApexError, flag
 
-from apex_engine.checkpoint.atomic import sha256_of
-from apex_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
-from apex_engine.cli.console import say
-from apex_engine.cli.quantizing import quantize
-from apex_engine.config import DTYPES, MODES, PREDICTORS, SYSTEMS, THRESHOLDS, Config
-from apex_engine.core.policies import POLICIES
-from apex_engine.core.thresholds import DEFAULTS
-from apex_engine.errors import ApexError, first_line, flag
-from apex_engine.kernels.registry import KERNELS
-from apex_engine.memory.plan import config_for
-from apex_engine.quantize.convert import JOURNAL, Options
-from apex_engine.quantize.source import ALIASES, resolve
+if TYPE_CHECKING:
+    import torch
 
-ENGINE_OPTIONS = (
-    "system",
-    "mode",
-    "memory",
-    "device_memory",
-    "host_memory",
-    "thresholds",
-    "t1",
-    "t2",
-    "first_t1",
-    "low_share",
-    "upgrade",
-    "policy",
-    "admission",
-    "prefetch",
-    "predictor",
-    "link",
-    "kernels",
+GROUPS = {BASIC: "engine", ADVANCED: "engine, advanced"}
+SYSTEM = (
+    "a preset for the options below: apex, MoE-APEX as published; on-demand, what engines without twins do (LRU, HIGH only, no "
+    "prefetch)"
 )
 
 
@@ -54,80 +32,30 @@ def add_engine_options(
     prefetch: int | str = Config.prefetch,
     dtype: str = "the model's",
 ) -> argparse._ArgumentGroup:
-    """The options of `Config`, and --device and --dtype; what is not given is None. Returns their group.
+    """The options of `Config`, and --system, --device and --dtype; what is not given is None. Returns the basic group.
 
     `mode`, `prefetch`, `dtype`: what the help calls their defaults, where a command has its own.
     """
-    default = Config()
-    engine = p.add_argument_group("engine")
-    add = engine.add_argument
-    add("--system", choices=SYSTEMS, help="a preset for the options below; default: default")
-    add("--mode", choices=MODES, help=f"default: {mode}")
-    add(
-        "--memory",
-        help='for resident experts: bytes, "6GiB", or a share of all HIGH twins such as "50%%"; '
-        f"default: {default.memory}%",
-    )
-    add(
-        "--device-memory",
-        metavar="BYTES",
-        help='instead of --memory: for dense weights, KV cache and experts together; "auto": what is free less a tenth',
-    )
-    add(
-        "--host-memory",
-        metavar="BYTES",
-        help="for a second tier of experts in host memory, with a GPU or --link; a share is one of all twins; default: none",
-    )
-    t1, t2, first_t1 = DEFAULTS["calibrated"]
-    add(
-        "--thresholds",
-        choices=THRESHOLDS,
-        help="where none is given below: calibrated, those of each layer that `python -m apex_engine.calibrate` found; "
-        f"quantile, MoE-APEX's shares of the model's own scores; default: {default.thresholds}",
-    )
-    add("--t1", type=float, help=f"gate score up to which an expert is HIGH; uncalibrated: {t1}")
-    add("--t2", type=float, help=f"score above which it is skipped; uncalibrated: {t2}")
-    add("--first-t1", type=float, help=f"t1 of the first MoE layer, if higher than t1; uncalibrated: {first_t1}")
-    add(
-        "--low-share",
-        type=_share,
-        help='share of the memory for LOW twins; "auto": a twentieth, calibrated a tenth; "floor": all of them are resident; '
-        "default: auto",
-    )
-    add(
-        "--upgrade",
-        choices=("wait", "async"),
-        help="async: where HIGH is wanted and only LOW is resident, LOW serves and HIGH comes later; default: wait",
-    )
-    add("--policy", choices=POLICIES, help=f"eviction; default: {default.policy}")
-    add(
-        "--admission",
-        choices=("stream", "evict"),
-        help=f"what a prompt may do to the resident experts; default: {default.admission}",
-    )
-    add("--prefetch", type=int, metavar="LAYERS", help=f"how far ahead to predict; 0: not; default: {prefetch}")
-    add(
-        "--predictor",
-        choices=PREDICTORS,
-        help="what says which experts come: gate, the later layer's router with this layer's input; norm, with the norm weight "
-        f"corrected; learned, a copy of that router which learns from every token; default: {default.predictor}",
-    )
-    add("--link", metavar="RATE,LATENCY", help='simulate a link to the device, such as "2GB/s,20us"')
-    add("--kernels", choices=KERNELS, help=f"what computes the experts; default: {default.kernels}")
-    p.set_defaults(**dict.fromkeys(ENGINE_OPTIONS))
-    add("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help=f"of the computation; default: {dtype}",
-    )
-    return engine
+    own = {"mode": str(mode), "prefetch": str(prefetch)}
+    groups = {name: p.add_argument_group(title) for name, title in GROUPS.items()}
+    basic = groups[BASIC]
+    basic.add_argument("--system", choices=SYSTEMS, help=f"{SYSTEM}; default: default")
+    for each in command_line():
+        about = each.metadata
+        given: dict[str, Any] = {"choices": about["choices"]} if about["choices"] else {"metavar": about["metavar"]}
+        text = f"{about['meaning']}; {_default(each, own.get(each.name))}".replace("%", "%%")
+        groups[about["group"]].add_argument(flag(each.name), type=about["kind"], help=text, **given)
+    basic.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1; default: %(default)s")
+    basic.add_argument("--dtype", choices=DTYPES, default="auto", help=f"of the computation; default: {dtype}")
+    return basic
 
 
 def engine_config(args: argparse.Namespace, device: torch.device, **defaults: Any) -> Config:
     """The options that were given, over `defaults`. Raises ApexError."""
-    given = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    from apex_engine.memory.plan import config_for  # with torch
+
+    names = ("system", *(each.name for each in command_line()))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if "memory" in given and "device_memory" in given:
         raise ApexError("two budgets: --memory is for experts, --device-memory for all there is; drop one")
     config = config_for(device, **{**defaults, **given})
@@ -138,51 +66,39 @@ def engine_config(args: argparse.Namespace, device: torch.device, **defaults: An
     return config
 
 
-def demo_checkpoint() -> Path:
-    """The bundled model's apex checkpoint in the user's cache directory, made on first use."""
-    source, options = resolve("tiny"), Options()
-    weights = sha256_of(source / "model.safetensors")
-    identity = hashlib.sha256(f"{source} {weights} {options} {FORMAT_VERSION}".encode()).hexdigest()[:12]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "apex-engine"
-    folder = cache / f"tiny-mixtral-{identity}"
-    if not (folder / MANIFEST).is_file():
-        say(f"quantizing the bundled model into {folder} (once)")
-        quantize("tiny", folder, options)
-    return folder
+def program(name: str, called: str | None = None) -> str:
+    """What usage lines call the command `name`: the way its user did, which is in `called`, by default sys.argv[0]."""
+    path = Path(sys.argv[0] if called is None else called)
+    if path.stem == "apex":
+        return f"apex {name}".strip()
+    if (path.parent.name, path.name) == ("apex_engine", "__main__.py"):
+        return f"python -m apex_engine {name}".strip()
+    return f"python -m apex_engine.{name}"
 
 
-def open_checkpoint(name: str | None) -> tuple[Path, Manifest]:
-    """Folder and manifest of the checkpoint a user named; None and "tiny" are the bundled model. Raises ApexError."""
-    folder = demo_checkpoint() if name in (None, "tiny") else Path(name)
-    if not folder.is_dir():
-        known = str(folder) in ALIASES
-        advice = (
-            f"make it with `python -m apex_engine.quantize {folder}`, then give checkpoints/{folder}-apex"
-            if known
-            else "the first argument is the folder of an apex checkpoint"
-        )
-        raise ApexError(f"{folder} is no directory: {advice}")
-    if (folder / "config.json").is_file() and not (folder / MANIFEST).is_file() and not (folder / JOURNAL).is_file():
-        raise ApexError(
-            f"{folder} is not an apex checkpoint but an ordinary model: make one of it with "
-            f"`python -m apex_engine.quantize {folder}`, then give checkpoints/{folder.resolve().name}-apex"
-        )
-    return folder, Manifest.read(folder)
+def markdown() -> str:
+    """The options as the README shows them, a table for each group."""
+    rows: dict[str, list[str]] = {BASIC: [_row("system", SYSTEM, tuple(SYSTEMS), "default")], ADVANCED: []}
+    for each in command_line():
+        about = each.metadata
+        shown = _default(each).removeprefix("default: ")
+        rows[about["group"]].append(_row(each.name, about["meaning"], about["choices"], shown))
+    head = "| {} | meaning | default |\n|---|---|---|\n"
+    return "\n".join(head.format(GROUPS[group]) + "".join(some) for group, some in rows.items())
 
 
-def read_tokenizer(folder: Path) -> Any:
-    """Raises ApexError where the checkpoint has none."""
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # the libraries behind it raise whatever they like
-        raise ApexError(
-            f"{folder} has no tokenizer transformers can read ({first_line(error)}): "
-            "copy the source's tokenizer files there"
-        ) from None
+def _row(name: str, meaning: str, choices: tuple[str, ...], default: str) -> str:
+    known = f" ({', '.join(f'`{choice}`' for choice in choices)})" if choices else ""
+    return f"| `{flag(name)}` | {meaning}{known} | {default} |\n"
 
 
-def _share(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text  # "auto", "floor", or refused with the others
+def _default(each: Field[Any], own: str | None = None) -> str:
+    """What holds where the option is not given."""
+    unset = each.metadata["unset"]
+    if own is None and unset.startswith("uncalibrated"):
+        return str(unset)
+    return f"default: {own or unset or each.default}"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
