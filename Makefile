@@ -48,7 +48,7 @@ gpu-check:
 $(READY): pyproject.toml constraints.txt kernels/cpu/native.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[quantize,jit,eval,dev]'
 	touch $@
 
 clean:

@@ -77,8 +77,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
     _check(args)
     quieten()
     for name in ("lm_eval", "datasets", "httpx"):

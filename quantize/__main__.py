@@ -76,8 +76,8 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
     if args.verify:
         verify(Path(args.source), lambda name: say(f"reading {name}"))
         say(f"{args.source} is as it was written")

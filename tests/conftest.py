@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.cli.console import run
 from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import ALIASES, Source
 from models import save_model
@@ -56,3 +59,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, 
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Any, str, str]]:
+    """Run a command's `main` in this process, as its module does: (exit code, stdout, stderr)."""
+
+    def call(main: Callable[[list[str]], object], *args: Any, stdin: str | None = None) -> tuple[Any, str, str]:
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        with pytest.raises(SystemExit) as ended:
+            run(lambda: main([*map(str, args)]))
+        out, err = capsys.readouterr()
+        return ended.value.code, out, err
+
+    return call

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import apex_engine
 from apex_engine.calibrate import main
 from apex_engine.calibration.measure import calibrate, record
-from apex_engine.calibration.rows import sample
-from apex_engine.calibration.settings import Settings
 from apex_engine.calibration.recorder import Recorder
+from apex_engine.calibration.rows import sample
 from apex_engine.calibration.search import Limit
+from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.calibration import CALIBRATION, read_calibration
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.checkpoint.moments import MOMENTS, Moments, accumulate, block_size, write_moments

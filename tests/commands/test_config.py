@@ -1,7 +1,10 @@
+from dataclasses import fields
+
 import pytest
 
-from apex_engine.config import Config, parse_memory
+from apex_engine.config import KERNELS, Config, parse_memory
 from apex_engine.errors import ApexError
+from apex_engine.kernels import registry
 
 
 @pytest.mark.parametrize(
@@ -50,6 +53,7 @@ def test_memory_that_is_not_understood(text):
         ({"prefetch": 9}, "from 0 to 4"),
         ({"prefetch": "all"}, "from 0 to 4"),
         ({"admission": "steam"}, "did you mean stream"),
+        ({"governor": "of"}, "did you mean off"),
         ({"upgrade": "async", "mode": "exact"}, "exact mode forbids"),
         ({"system": "apexx"}, "did you mean apex"),
         ({"first_t1": 2}, "between -1 and 1"),
@@ -76,3 +80,20 @@ def test_a_system_sets_the_defaults_of_the_others():
     on_demand = Config.make(system="on-demand")
     assert (on_demand.mode, on_demand.policy, on_demand.prefetch) == ("exact", "lru", 0)
     assert Config.make(system="default") == Config.make() == Config()
+    assert (apex.governor, on_demand.governor) == ("off", "on")
+
+
+def test_every_field_says_what_it_means_and_its_choices_are_kept_to():
+    for each in fields(Config):
+        assert each.metadata["meaning"], each.name
+        for choice in each.metadata["choices"]:
+            assert getattr(Config.make(**{each.name: choice}), each.name) == choice
+        if each.metadata["choices"]:
+            assert each.default in each.metadata["choices"]
+            with pytest.raises(ApexError, match=f"unknown {each.name} 'xyzzy'"):
+                Config.make(**{each.name: "xyzzy"})
+
+
+def test_the_kernels_are_those_of_the_registry():
+    """Written twice, since the registry needs torch and reading options does not."""
+    assert KERNELS == registry.KERNELS

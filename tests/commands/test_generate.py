@@ -1,8 +1,7 @@
-"""The commands as their user meets them."""
+"""The generate command as its user meets it."""
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,29 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
 from apex_engine import generate
-from apex_engine.cli.console import run
 from apex_engine.cli.prompts import DEMO_PROMPT, encode
-from apex_engine.errors import human
-from apex_engine.quantize import __main__ as quantize_command
-from models import save_model
-
-ROOT = Path(__file__).resolve().parent.parent
-
-
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Run a command in this process: (exit code, stdout, stderr)."""
-
-    def call(main, *args, stdin=None):
-        monkeypatch.setattr(sys, "argv", ["command", *map(str, args)])
-        if stdin is not None:
-            monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        with pytest.raises(SystemExit) as ended:
-            run(main)
-        out, err = capsys.readouterr()
-        return ended.value.code, out, err
-
-    return call
 
 
 @pytest.fixture
@@ -148,19 +125,11 @@ class TestGenerate:
         code, _, err = write("-")
         assert code == 2 and "no prompt" in err
 
-    def test_a_full_disk(self, bundled_apex):
-        """In a process of its own: what is left in the buffer is written at its exit."""
-        command = [sys.executable, "-m", "apex_engine.generate", bundled_apex, "hello", "-n", "2"]
+    def test_a_full_disk(self, write, monkeypatch):
         with Path("/dev/full").open("w") as full:
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-        assert done.returncode == 2 and done.stderr.endswith("error: No space left on device\n")
-        assert "Traceback" not in done.stderr
-
-    def test_what_the_system_refuses_is_one_line(self, command):
-        def main():
-            raise PermissionError(13, "Permission denied", "/a/shard")
-
-        assert command(main) == (2, "", "error: /a/shard: Permission denied\n")
+            monkeypatch.setattr(sys, "stdout", full)
+            code, _, err = write("hello", "-n", 2)
+        assert code == 2 and err.endswith("error: No space left on device\n") and "Traceback" not in err
 
     def test_the_source_model_instead_of_the_apex_checkpoint(self, command, bundled):
         code, _, err = command(generate.main, bundled, "hello")
@@ -195,92 +164,3 @@ class TestGenerate:
     def test_unknown_flags_are_argparses(self, write):
         code, _, err = write("hello", "--polcy", "lru")
         assert code == 2 and "unrecognized arguments: --polcy" in err
-
-
-class TestQuantize:
-    def test_table_and_rerun(self, command, bundled, tmp_path):
-        code, out, err = command(
-            quantize_command.main, bundled, "-o", tmp_path / "apex", "--high", "int8", "--low-down", 3
-        )
-        assert (code, out) == (0, "")
-        for part in (
-            "64 experts in 8 layers",
-            "int8",
-            "int3",
-            "relative error",
-            "225,280 bytes an expert",
-            "8.15 bits a weight",
-        ):
-            assert part in " ".join(err.split())
-        code, _, err = command(
-            quantize_command.main, bundled, "-o", tmp_path / "apex", "--high", "int8", "--low-down", 3
-        )
-        assert code == 0 and "is complete already: nothing to do" in " ".join(err.split())
-
-    @pytest.mark.parametrize(
-        ("args", "message"),
-        [
-            (("/nowhere/at/all",), "no directory, no hub id"),
-            (("tiny", "--group-size", "38"), "use one of 8, 16, 32, 64"),
-            (("tiny", "--group-size", "0"), "use one of 8, 16, 32, 64"),
-            (("olmoe",), "the hub could not be reached"),
-        ],
-    )
-    def test_mistakes_are_one_line_and_leave_nothing(self, command, tmp_path, monkeypatch, args, message):
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        code, out, err = command(quantize_command.main, *args, "-o", tmp_path / "apex")
-        assert (code, out) == (2, "") and not (tmp_path / "apex").exists()
-        (line,) = err.strip().splitlines()
-        assert line.startswith("error: ") and message in line
-
-    def test_nan_in_a_weight(self, command, tmp_path):
-        from models import make_model
-
-        model = make_model("mixtral", torch.bfloat16)
-        model.model.layers[0].mlp.experts.gate_up_proj.data[0, 0, 0] = float("nan")
-        model.save_pretrained(tmp_path / "source")
-        code, _, err = command(quantize_command.main, tmp_path / "source", "-o", tmp_path / "apex")
-        assert code == 2 and "model.layers.0.mlp.experts, expert 0: the up matrix has a NaN" in err
-        assert "Traceback" not in err
-
-    def test_ctrl_c_leaves_a_run_that_goes_on(self, command, tmp_path, monkeypatch):
-        source = save_model(tmp_path / "source")
-        encode, left = quantize_command.convert.__globals__["encode"], [40]
-
-        def interrupted(*args):
-            left[0] -= 1
-            if not left[0]:
-                raise KeyboardInterrupt
-            return encode(*args)
-
-        monkeypatch.setitem(quantize_command.convert.__globals__, "encode", interrupted)
-        code, _, err = command(quantize_command.main, source, "-o", tmp_path / "apex")
-        assert code == 130 and "run the same command again" in err and "Traceback" not in err
-        assert not list((tmp_path / "apex").rglob("*.part"))
-        monkeypatch.undo()
-        quantize_command.quantize(str(source), tmp_path / "apex", quantize_command.Options())
-
-
-def test_commands_run_as_modules_from_anywhere(tmp_path):
-    """Namespace folders, the mapping of the package and `python -m`, from a folder that is not the checkout."""
-    for module in ("apex_engine.quantize", "apex_engine.generate"):
-        shown = subprocess.run(
-            [sys.executable, "-m", module, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert "default" in shown.stdout
-
-
-def test_from_a_checkout_without_installing():
-    """`apex_engine` finds its sister folders beside it."""
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import apex_engine.kernels.layout as m; print(m.__file__)"
-    shown = subprocess.run(
-        [sys.executable, "-S", "-c", f"import site; site.main(); {code}", str(ROOT)],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert Path(shown.stdout.strip()) == ROOT / "kernels" / "layout.py"
-
-
-def test_human():
-    assert [human(n) for n in (0, 1023, 1536, 6 << 30, 3 << 41)] == ["0 B", "1023 B", "1.5 KiB", "6.0 GiB", "6.0 TiB"]
