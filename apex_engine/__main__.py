@@ -10,8 +10,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple, NoReturn
 
-from apex_engine.cli.console import run
-from apex_engine.cli.options import program
+from apex_engine.cli.console import program, run
 from apex_engine.errors import ApexError
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.atomic import check_writable
-from apex_engine.cli.console import quieten, run, say
-from apex_engine.cli.options import program
+from apex_engine.cli.console import program, quieten, run, say
 from apex_engine.errors import ApexError
 
 MAX_KL = 0.01  # nats a token; twice that costs the bundled model a point of accuracy (docs/delta-report.md)

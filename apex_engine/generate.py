@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from apex_engine.cli.console import run
-from apex_engine.cli.options import add_engine_options, program
+from apex_engine.cli.console import program, run
+from apex_engine.cli.options import add_engine_options
 from apex_engine.errors import ApexError, check_seed, flag
 
 # transformers' own generation flags: name -> (type, least, most, only with --do-sample)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from apex_engine.cli.console import console, quieten, run, say
-from apex_engine.cli.options import add_engine_options, program
+from apex_engine.cli.console import console, program, quieten, run, say
+from apex_engine.cli.options import add_engine_options
 from apex_engine.config import SYSTEMS
 from apex_engine.errors import ApexError
 from apex_engine.eval.options import add_pair_options

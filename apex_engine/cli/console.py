@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -50,6 +51,16 @@ def run(main: Callable[[], object]) -> NoReturn:
             _drop_stdout()
         sys.exit(2)
     sys.exit(0)
+
+
+def program(name: str, called: str | None = None) -> str:
+    """What usage lines call the command `name`: the way its user did, which is in `called`, by default sys.argv[0]."""
+    path = Path(sys.argv[0] if called is None else called)
+    if path.stem == "apex":
+        return f"apex {name}".strip()
+    if (path.parent.name, path.name) == ("apex_engine", "__main__.py"):
+        return f"python -m apex_engine {name}".strip()
+    return f"python -m apex_engine.{name}"
 
 
 def _drop_stdout() -> None:

@@ -8,9 +8,7 @@ Nothing heavy is imported before a command has read its arguments: `--help` take
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import Field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from apex_engine.config import ADVANCED, BASIC, DTYPES, SYSTEMS, Config, command_line
@@ -64,16 +62,6 @@ def engine_config(args: argparse.Namespace, device: torch.device, **defaults: An
             if name in given:
                 raise ApexError(f"{flag(name)} has no effect in exact mode, which has no LOW twins: drop it")
     return config
-
-
-def program(name: str, called: str | None = None) -> str:
-    """What usage lines call the command `name`: the way its user did, which is in `called`, by default sys.argv[0]."""
-    path = Path(sys.argv[0] if called is None else called)
-    if path.stem == "apex":
-        return f"apex {name}".strip()
-    if (path.parent.name, path.name) == ("apex_engine", "__main__.py"):
-        return f"python -m apex_engine {name}".strip()
-    return f"python -m apex_engine.{name}"
 
 
 def markdown() -> str:

@@ -1,4 +1,6 @@
 import json
+import sys
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from conftest import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
-from apex_engine.calibrate import main
+from apex_engine.calibrate import main, parser
 from apex_engine.calibration.measure import calibrate, record
 from apex_engine.calibration.recorder import Recorder
 from apex_engine.calibration.rows import sample
@@ -25,14 +27,14 @@ from apex_engine.quantize.convert import Options, convert
 from apex_engine.quantize.source import Source
 from models import save_model
 
-SMALL = Settings(tokens=2048, length=64)
+SMALL = Settings(tokens=2560, length=32, batch_size=16, memory="100%")
 
 
 @pytest.fixture(scope="module")
-def calibrated(bundled, tmp_path_factory):
+def calibrated(bundled_apex, tmp_path_factory):
     """The bundled model's clip twins, calibrated, and what was written."""
     folder = tmp_path_factory.mktemp("calibrated") / "apex"
-    quantize(bundled, folder)
+    copytree(bundled_apex, folder)
     return folder, calibrate(folder, Limit("kl", 0.05), SMALL)
 
 
@@ -75,7 +77,7 @@ def test_better_twins_come_of_it(calibrated, bundled, tmp_path):
     options = Options(low_method="gptq", importance=moments.identity)
     manifest, _ = convert("tiny", Source(bundled), tmp_path / "gptq", options, lambda n: None, moments)
     assert manifest.low == Manifest.read(folder).low and manifest.options["importance"] == moments.identity
-    rows = windows(AutoTokenizer.from_pretrained(bundled), domains(bundled)["drama"], 4, 128)
+    rows = windows(AutoTokenizer.from_pretrained(bundled), domains(bundled)["drama"], 4, 64)
     truth = window_logits(AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32), rows)
     kl = []
     for twins in (folder, tmp_path / "gptq"):
@@ -176,34 +178,23 @@ def test_a_model_writes_the_same_text_for_the_same_seed(bundled_apex):
     assert (first[:, 0] == model.config.eos_token_id).all() or (first[:, 0] == model.config.bos_token_id).all()
 
 
-def run_main(monkeypatch, *arguments):
-    monkeypatch.setattr("sys.argv", ["calibrate", *map(str, arguments)])
-    main()
-
-
-def test_the_command(bundled, tmp_path, monkeypatch, capsys):
+def test_the_command(bundled, bundled_apex, tmp_path, capsys):
     folder, text = tmp_path / "apex", tmp_path / "a.txt"
-    quantize(bundled, folder)
+    copytree(bundled_apex, folder)
     text.write_text((bundled / "text" / "kjv.txt").read_text()[:12000])
-    run_main(
-        monkeypatch,
-        folder,
-        "--data",
-        text,
-        "--max-drop",
-        "2%",
-        "--tokens",
-        1024,
-        "--length",
-        64,
-        "--plot",
-        tmp_path / "c.svg",
-    )
+    given = {"--data": text, "--max-drop": "2%", "--tokens": 256, "--length": 32, "--plot": tmp_path / "c.svg"}
+    main([str(folder), *(str(part) for pair in given.items() for part in pair)])
     out, err = capsys.readouterr()
     assert out.startswith("perplexity +2.00%: measured KL") and "trade-off, measured" in err
     content = json.loads((folder / CALIBRATION).read_text())
-    assert content["measured"]["change"] <= 0.02 and content["tokens"] == 1024 and "sha256" in content["data"]
+    assert content["measured"]["change"] <= 0.02 and content["tokens"] == 256 and "sha256" in content["data"]
     assert (folder / MOMENTS).is_file() and "<svg" in (tmp_path / "c.svg").read_text()
+
+
+def test_its_help_names_the_files_that_it_writes():
+    """Written twice, since the modules that write them need torch."""
+    shown = parser().format_help()
+    assert CALIBRATION in shown and MOMENTS in shown
 
 
 @pytest.mark.parametrize(
@@ -222,15 +213,22 @@ def test_the_command(bundled, tmp_path, monkeypatch, capsys):
         (["--plot", "/etc/passwd/x.svg"], "/etc/passwd is no directory"),
     ],
 )
-def test_mistakes_are_named(bundled_apex, monkeypatch, arguments, message):
+def test_mistakes_are_named(bundled_apex, arguments, message):
     with pytest.raises(ApexError, match=message):
-        run_main(monkeypatch, bundled_apex, *arguments)
+        main([str(bundled_apex), *arguments])
+
+
+def test_a_dataset_without_its_library_is_one_line(command, bundled_apex, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
+    code, out, err = command(main, bundled_apex, "--data", "owner/name")
+    assert (code, out, len(err.strip().splitlines())) == (2, "", 1)
+    assert "pip install 'apex-engine[eval]'" in err
 
 
 def test_moments_that_do_not_fit_are_refused_before_anything_is_loaded(bundled_apex, monkeypatch):
     monkeypatch.setattr("apex_engine.calibration.room.free_memory", lambda device: 1 << 20)
     with pytest.raises(ApexError, match="smaller --block"):
-        run_main(monkeypatch, bundled_apex)
+        main([str(bundled_apex)])
 
 
 def test_shapes_of_a_large_model():

@@ -60,5 +60,19 @@ def test_progress_counts_steps(terminal):
     assert "5/5" in terminal.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [
+        ("/usr/bin/apex", "apex generate"),
+        ("/x/apex_engine/__main__.py", "python -m apex_engine generate"),
+        ("/x/apex_engine/generate.py", "python -m apex_engine.generate"),
+        ("/x/quantize/__main__.py", "python -m apex_engine.generate"),
+        ("-c", "python -m apex_engine.generate"),
+    ],
+)
+def test_usage_lines_call_a_command_as_its_user_did(called, name):
+    assert console.program("generate", called) == name
+
+
 def test_human():
     assert [human(n) for n in (0, 1023, 1536, 6 << 30, 3 << 41)] == ["0 B", "1023 B", "1.5 KiB", "6.0 GiB", "6.0 TiB"]

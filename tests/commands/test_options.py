@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from apex_engine.cli.options import add_engine_options, engine_config, markdown, program
+from apex_engine.cli.options import add_engine_options, engine_config, markdown
 from apex_engine.config import SYSTEMS, Config, command_line
 from apex_engine.errors import flag
 
@@ -60,17 +60,3 @@ def test_what_is_given_becomes_the_config(parser):
     for name, preset in SYSTEMS.items():
         assert engine_config(parser.parse_args(["--system", name]), cpu) == Config(**preset)
     assert engine_config(parser.parse_args(["--system", "apex"]), cpu, prefetch=0).prefetch == 0
-
-
-@pytest.mark.parametrize(
-    ("called", "name"),
-    [
-        ("/usr/bin/apex", "apex generate"),
-        ("/x/apex_engine/__main__.py", "python -m apex_engine generate"),
-        ("/x/apex_engine/generate.py", "python -m apex_engine.generate"),
-        ("/x/quantize/__main__.py", "python -m apex_engine.generate"),
-        ("-c", "python -m apex_engine.generate"),
-    ],
-)
-def test_usage_lines_call_a_command_as_its_user_did(called, name):
-    assert program("generate", called) == name

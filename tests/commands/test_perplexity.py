@@ -1,6 +1,8 @@
 import itertools
 import json
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +15,11 @@ from apex_engine.eval.pair import Pair
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, stderr, window_logits
 from apex_engine.eval.texts import domains, read_text, strided, windows
 from apex_engine.perplexity import main
+from apex_engine.quantize.source import ALIASES
 
 
 @pytest.fixture(scope="module")
 def setting():
-    from apex_engine.quantize.source import ALIASES, Path
-
     folder = Path(ALIASES["tiny"])
     return (
         folder,
@@ -86,14 +87,17 @@ def test_texts_that_cannot_be_had_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", offline)
     with pytest.raises(ApexError, match="no route"):
         read_text("owner/name")
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as where it is not installed
+    with pytest.raises(ApexError, match=r"pip install 'apex-engine\[eval\]'"):
+        read_text("owner/name")
 
 
 def test_one_by_one_is_the_same_model(setting, bundled_apex):
     folder, tokenizer, _ = setting
-    rows = windows(tokenizer, domains(folder)["code"], 2, 32)
+    rows = windows(tokenizer, domains(folder)["code"], 2, 12)
     model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="25%", kernels="torch")
     torch.testing.assert_close(decoded_logits(model, rows), window_logits(model, rows), rtol=0, atol=1e-4)
-    torch.testing.assert_close(decoded_logits(model, rows, prompt=9), window_logits(model, rows), rtol=0, atol=1e-4)
+    torch.testing.assert_close(decoded_logits(model, rows, prompt=5), window_logits(model, rows), rtol=0, atol=1e-4)
     assert model.apex.stats()["sequences"] == 2 + 1 + 2 + 1
 
 
@@ -114,29 +118,26 @@ def test_the_ledger_counts_the_mode_that_is_judged_and_not_its_reference(setting
         assert other[mode].kl.tolist() == pytest.approx(own[mode].kl.tolist(), abs=1e-4)
 
 
-def test_the_command(bundled_apex, tmp_path, monkeypatch, capsys):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    text = (bundled_apex.parent / "x.txt").as_posix()
-    for folder in ("a", "b"):
-        (tmp_path / folder / "x.txt").write_text("And it came to pass, that the king said unto them. " * 20)
-    names = [str(tmp_path / folder / "x.txt") for folder in ("a", "b")]
-    arguments = ["perplexity", str(bundled_apex), "--text", *names, "--tokens", "128", "--length", "64", "--json"]
-    monkeypatch.setattr("sys.argv", arguments)
-    main()
+def test_the_command(bundled_apex, tmp_path, capsys):
+    names = [tmp_path / folder / "x.txt" for folder in ("a", "b")]
+    for name in names:
+        name.parent.mkdir()
+        name.write_text("And it came to pass, that the king said unto them. " * 20)
+    short = [str(bundled_apex), "--length", "32", "--tokens", "64", "--text"]
+    main([*short, *map(str, names), "--json"])
     found = json.loads(capsys.readouterr().out)
-    assert list(found["texts"]) == names and all(0 < row["kl"] < 0.2 for row in found["texts"].values())
-    monkeypatch.setattr("sys.argv", [*arguments[:-1], "--mode", "exact", "--stride", "32"])
-    main()
+    assert list(found["texts"]) == [*map(str, names)] and all(0 < row["kl"] < 0.2 for row in found["texts"].values())
+    main([*short, str(names[0]), "--mode", "exact", "--stride", "16"])
     out, err = capsys.readouterr()
     assert "(+0.00%), KL 0.0000" in out.replace("-", "+") and "exact against exact" in err
-    monkeypatch.setattr("sys.argv", [*arguments[:-1], "--system", "on-demand"])  # a preset in exact mode
-    main()
+    main([*short, str(names[0]), "--system", "on-demand"])  # a preset in exact mode
     assert "exact against exact" in capsys.readouterr().err
-    for wrong, message in ((["--stride", "65"], "--stride from 1"), (["--text", text], "neither a file")):
-        monkeypatch.setattr("sys.argv", [*arguments, *wrong])
+    for wrong, message in (
+        ([*map(str, names), "--stride", "33"], "--stride from 1"),
+        ([str(tmp_path / "x")], "neither a file"),
+    ):
         with pytest.raises(ApexError, match=message):
-            main()
+            main([*short, *wrong])
 
 
 def test_windows_cover_the_text_and_do_not_overlap(setting):
