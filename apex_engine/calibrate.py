@@ -112,14 +112,13 @@ def record(model: PreTrainedModel, folder: Path, rows: Tensor, settings: Setting
     engine: Engine = model.apex
     recorder = Recorder(folder, engine.manifest, settings.block)
     engine.decide("exact")
-    engine.observe = recorder
     try:
-        for some in rows.split(settings.batch_size):
-            with torch.no_grad():
-                model(input_ids=some.to(model.device), use_cache=False)
-            advance(len(some))
+        with engine.watched(recorder):
+            for some in rows.split(settings.batch_size):
+                with torch.no_grad():
+                    model(input_ids=some.to(model.device), use_cache=False)
+                advance(len(some))
     finally:
-        engine.observe = None
         recorder.close()
     return recorder
 
@@ -334,7 +333,9 @@ def _check_room(folder: Path, manifest: Manifest, settings: Settings) -> None:
     numbers = sum(math.prod(shape) for shape in Recorder.shapes(manifest, settings.block).values())
     needed, free = 4 * numbers * len(manifest.layers), free_memory(torch.device("cpu"))
     held = manifest.dense_bytes
-    held += parse_memory(settings.memory, manifest.experts * len(manifest.layers) * manifest.high.stride)
+    held += parse_memory(
+        settings.memory, manifest.experts * len(manifest.layers) * manifest.strides[len(manifest.twins)]
+    )
     if needed + held > 0.9 * free:
         raise ApexError(
             f"the second moments in blocks of {settings.block} take {human(needed)} and the model {human(held)}, and "

@@ -67,6 +67,7 @@ class Config:
     admission: str = "stream"
     prefetch: int = 1
     predictor: str = "learned"
+    governor: str = "on"
     link: str | None = None
     kernels: str = "auto"
 
@@ -132,6 +133,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "admission": "evict",
         "prefetch": 2,
         "predictor": "gate",
+        "governor": "off",
         "thresholds": "quantile",
     },
     "on-demand": {"mode": "exact", "policy": "lru", "admission": "evict", "prefetch": 0},

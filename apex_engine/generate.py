@@ -18,9 +18,9 @@ from apex_engine.checkpoint.calibration import resolve
 from apex_engine.cli.console import console, quieten, run, say
 from apex_engine.cli.options import add_engine_options, engine_config, open_checkpoint, read_tokenizer
 from apex_engine.config import Config
-from apex_engine.core.vocabulary import Precision
+from apex_engine.core.vocabulary import Words
 from apex_engine.errors import ApexError, check_seed, first_line, flag, human
-from apex_engine.memory.plan import Plan, kv_bytes, make_plan
+from apex_engine.memory.plan import Plan, plan_model
 from apex_engine.memory.probe import parse_device
 from apex_engine.quantize.source import ALIASES
 from apex_engine.runtime.hook import load, read_config
@@ -85,12 +85,10 @@ def main() -> None:
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
     config = replace(config, context=context)
     dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
-    dense = manifest.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
-    kv = kv_bytes(model_config, context, dtype.itemsize)
     thresholds = resolve(config, folder, manifest)
-    plan = make_plan(config, manifest, dense, kv, thresholds.calibrated)
+    plan = plan_model(config, manifest, model_config, dtype.itemsize, thresholds.calibrated)
     if args.stats == "table":
-        show_plan(plan, config, kv)
+        show_plan(plan, config, manifest.words)
         if config.mode != "exact":
             say(f"thresholds: {thresholds.origin}")
     if args.stats != "json" and config.mode == "adaptive":
@@ -180,7 +178,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def show_plan(plan: Plan, config: Config, kv: int | None) -> None:
+def show_plan(plan: Plan, config: Config, words: Words) -> None:
     """What will be held in memory, before anything is loaded."""
     ahead = f"prefetch {config.prefetch} layers ahead" if config.prefetch else "no prefetch"
     title = f"plan: mode {config.mode}, policy {config.policy}, {ahead}, prompts {config.admission}"
@@ -188,15 +186,20 @@ def show_plan(plan: Plan, config: Config, kv: int | None) -> None:
     for column in ("in memory", "bytes", "what"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
     table.add_row("dense weights", human(plan.dense_bytes), "attention, norms, routers, embeddings")
-    table.add_row("KV cache", "unknown" if kv is None else human(kv), f"{config.context} tokens at most")
+    table.add_row(
+        "KV cache", "unknown" if plan.kv_bytes is None else human(plan.kv_bytes), f"{config.context} tokens at most"
+    )
+    table.add_row(
+        "step outputs", human(plan.step_bytes), "of a layer's chosen experts, before they are summed, at most"
+    )
     for precision, slots in plan.slots.items():
         what = f"{slots} of {plan.experts} experts ({slots / plan.experts:.0%}), {human(plan.stride[precision])} each"
-        table.add_row(f"{precision.name} slots", human(slots * plan.stride[precision]), what)
+        table.add_row(f"{words[precision].upper()} slots", human(slots * plan.stride[precision]), what)
     for precision, slots in plan.host_slots.items():
         what = f"{slots} of {plan.experts} experts, in host memory"
-        table.add_row(f"{precision.name}, host tier", human(slots * plan.stride[precision]), what)
+        table.add_row(f"{words[precision].upper()}, host tier", human(slots * plan.stride[precision]), what)
     console.print(table)
-    all_high = plan.experts * plan.stride[Precision.HIGH]
+    all_high = plan.experts * plan.stride[plan.top]
     share = (
         f"as much as {plan.budget / all_high:.0%} of all HIGH twins" if plan.budget < 10 * all_high else "more than all"
     )

@@ -28,7 +28,7 @@ from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, quieten, run, say
 from apex_engine.config import Config
 from apex_engine.core.ledger import TWINS
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId
 from apex_engine.errors import ApexError
 from apex_engine.eval.machine import machine
 from apex_engine.eval.texts import domains, windows
@@ -257,7 +257,7 @@ def disk_rate(folder: Path) -> float:
         expert, start = some[block[0]], block[1]
         part = raw[block[0] % WORKERS]
         part = part[-part.data_ptr() % ALIGN :][start : min(start + BLOCK, stride)]
-        store.read(expert, Precision.HIGH, part.numpy(), start)
+        store.read(expert, len(manifest.twins), part.numpy(), start)
         return len(part)
 
     with ThreadPoolExecutor(WORKERS) as pool:

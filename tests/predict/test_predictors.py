@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import apex_engine
-from apex_engine.predict.learned import EMBEDDING
+from apex_engine.predict.base import EMBEDDING
 from apex_engine.runtime.experts import ApexExperts
 from models import FAMILIES
 
@@ -16,7 +16,7 @@ def watched(model):
     calls = []
     for module in model.modules():
         if isinstance(module, ApexExperts):
-            module.register_forward_pre_hook(lambda m, args: calls.append((m._layer, *args)))
+            module.register_forward_pre_hook(lambda m, args: calls.append((m.layer, *args)))
     return calls
 
 
@@ -49,7 +49,7 @@ def test_the_norms_weight_is_corrected(tiny, family):
     calls = watched(model)
     model(torch.randint(2, 128, (1, 9)))
     (first, x, *_), second = calls[0], calls[1][0]
-    mine, its = predictor._norms[first], predictor._norms[second]
+    mine, its = predictor.routers.norms[first], predictor.routers.norms[second]
     assert mine is not None and its is not None and not torch.allclose(mine, its)
     expected = predictor.predict(second, second, x * (its / mine))
     found = predictor.predict(first, second, x)
@@ -70,10 +70,10 @@ def test_it_learns_what_a_layer_does_with_the_input_of_another(tiny, family, dty
         """Share of the choices that were foreseen; it learns meanwhile."""
         hits = []
         for x in torch.randn(tokens, 1, 64).to(dtype):
-            chosen = predictor._known[later].route(x)[1][0].tolist()
+            chosen = predictor.routers.known[later].route(x)[1][0].tolist()
             _, predicted = predictor.predict(0, later, x @ turn)
             hits.append(len(set(predicted[0].tolist()) & set(chosen)) / len(chosen))
-            predictor.watch(later, x)
+            predictor.observe(later, x)
             predictor.learn()
         return np.mean(hits)
 
@@ -89,15 +89,15 @@ class Instant:
     def begin(self):
         pass
 
-    def step(self):
+    def step(self, now):
         pass
 
 
 def decoded(apex, kind):
     """The model after 99 decoded tokens, all of which looked ahead."""
     model = apex_engine.load(apex, dtype=torch.float32, memory="30%", link="20MB/s", predictor=kind)
-    model.apex._trial.begin = lambda demanded: None  # it goes on whatever it costs
-    model.apex._pace = Instant()
+    model.apex.prefetcher.trial.begin = lambda demanded: None  # it goes on whatever it costs
+    model.apex.prefetcher.pace = Instant()
     model.generate(torch.randint(2, 128, (1, 5)), max_new_tokens=100, min_new_tokens=100)
     return model
 
@@ -106,18 +106,18 @@ def decoded(apex, kind):
 def test_other_predictors_do_not_learn_and_ask_nothing_of_embeddings(tiny, kind):
     model = decoded(tiny()[1], kind)
     predictor = model.apex.predictor
-    (question,) = predictor._questions[1].values()
+    (question,) = predictor.asked_about(1).values()
     mine, its = (layer.post_attention_layernorm.weight.numpy() for layer in model.model.layers)
     router = model.model.layers[1].mlp.gate.weight.numpy()
     scale = its / mine if kind == "norm" else 1
-    np.testing.assert_allclose(question._weight, router * scale, rtol=1e-4)
-    assert not predictor._questions[0] and model.apex.ledger.predicted == 99
+    np.testing.assert_allclose(question.weight, router * scale, rtol=1e-4)
+    assert not predictor.asked_about(0) and model.apex.ledger.predicted == 99
 
 
 def test_the_first_layer_is_foreseen_from_the_embedding(tiny):
     model = decoded(tiny()[1], "learned")
     predictor = model.apex.predictor
-    assert set(predictor._questions[0]) == {EMBEDDING} and set(predictor._questions[1]) == {0}
+    assert set(predictor.asked_about(0)) == {EMBEDDING} and set(predictor.asked_about(1)) == {0}
     assert model.apex.ledger.predicted == 2 * 99
 
 

@@ -8,14 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from apex_engine.checkpoint.manifest import LayerEntry, Manifest, Twin
 from apex_engine.config import Config
-from apex_engine.core.vocabulary import Precision
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.memory.plan import kv_bytes, make_plan
 from apex_engine.memory.probe import free_memory
 from models import FAMILIES
 
-HIGH, LOW = Precision.HIGH, Precision.LOW
+HIGH, LOW = 2, 1
 
 
 def a_manifest(layers: int, experts: int, inter: int = 512) -> Manifest:
@@ -110,8 +109,8 @@ def test_more_than_everything_is_everything():
 class TestTiers:
     def test_device_memory_counts_dense_weights_and_the_kv_cache_first(self):
         manifest = a_manifest(4, 8)
-        plain = make_plan(Config(memory=20 * manifest.high.stride), manifest)
-        total = Config(device_memory=20 * manifest.high.stride + 1000 + 500)
+        plain = make_plan(Config(memory=20 * manifest.strides[HIGH]), manifest)
+        total = Config(device_memory=20 * manifest.strides[HIGH] + 1000 + 500)
         assert make_plan(total, manifest, dense_bytes=1000, kv=500).slots == plain.slots
 
     def test_too_little_device_memory_is_refused_with_the_number_that_works(self):
@@ -127,7 +126,7 @@ class TestTiers:
         assert plan.slots[LOW] == 32 and plan.slots[HIGH] >= 1 and plan.slot_bytes <= plan.budget
         assert make_plan(Config(memory="60%", low_share="floor", mode="exact"), manifest).slots[LOW] == 0
         with pytest.raises(ApexError, match="every LOW twin"):
-            make_plan(Config(memory=32 * manifest.low.stride, low_share="floor"), manifest)
+            make_plan(Config(memory=32 * manifest.strides[LOW], low_share="floor"), manifest)
 
     def test_the_host_tier_takes_the_same_share_of_both_twins(self):
         manifest = a_manifest(4, 8)
@@ -135,10 +134,10 @@ class TestTiers:
         plan = make_plan(Config(host_memory="50%"), manifest)
         assert plan.host_slots == {HIGH: 16, LOW: 16} and not plan.host_holds_all
         plan = make_plan(Config(host_memory="100%"), manifest)
-        assert plan.host_holds_all and plan.host_bytes == 32 * (manifest.high.stride + manifest.low.stride)
+        assert plan.host_holds_all and plan.host_bytes == 32 * (manifest.strides[HIGH] + manifest.strides[LOW])
         assert make_plan(Config(host_memory="100%", mode="exact"), manifest).host_slots == {HIGH: 32}
         with pytest.raises(ApexError, match="too few"):
-            make_plan(Config(host_memory=manifest.high.stride), manifest)
+            make_plan(Config(host_memory=manifest.strides[HIGH]), manifest)
 
     def test_free_memory_is_a_plausible_number(self):
         assert 1 << 26 < free_memory(torch.device("cpu")) < 1 << 50

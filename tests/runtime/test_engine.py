@@ -4,7 +4,6 @@ import gc
 import inspect
 import itertools
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -22,17 +21,19 @@ from transformers.utils import logging as transformers_logging
 
 import apex_engine
 from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.core.events import Computed, PassBegins
 from apex_engine.core.scorer import wanted
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId, Words
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import dequantize
 from apex_engine.memory.cache import ExpertCache
 from apex_engine.memory.store import ExpertStore
-from apex_engine.runtime.engine import _Trial
+from apex_engine.runtime.device import Device
 from apex_engine.runtime.experts import ApexExperts
 from models import FAMILIES, save_model
 
-HIGH, LOW, SKIP = Precision.HIGH, Precision.LOW, Precision.SKIP
+HIGH, LOW, SKIP = 2, 1, 0
+WORDS = Words.of(["int2", "bfloat16"])
 
 
 def reference_of(source, dtype=torch.float32):
@@ -42,7 +43,14 @@ def reference_of(source, dtype=torch.float32):
 def budget(apex, high, low=0):
     """Bytes of so many slots."""
     manifest = Manifest.read(apex)
-    return high * manifest.high.stride + low * manifest.low.stride
+    return high * manifest.strides[HIGH] + low * manifest.strides[LOW]
+
+
+class Heard:
+    """A sink of a test's own."""
+
+    def __init__(self, handlers):
+        self.handlers = handlers
 
 
 def some_ids(batch=2, length=12):
@@ -57,7 +65,9 @@ def greedy(model, ids, n=8, **kwargs):
 def poisoned(monkeypatch):
     """Every cache in these tests fills empty slots with NaN: a use of an unfilled slot would show in the logits."""
     made = ExpertCache.__init__
-    monkeypatch.setattr(ExpertCache, "__init__", lambda self, *args: made(self, *args, poison=True))
+    monkeypatch.setattr(
+        ExpertCache, "__init__", lambda self, *args, **options: made(self, *args, **{**options, "poison": True})
+    )
 
 
 class TestExact:
@@ -73,7 +83,7 @@ class TestExact:
             assert model.apex.plan.slots[HIGH] == slots
             torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)
             assert torch.equal(greedy(model, ids), tokens)
-            model.apex._cache.check_integrity()
+            model.apex.check_integrity()
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_sixteen_bit_greedy_and_seeded_sampling(self, bundled, bundled_apex, dtype):
@@ -232,20 +242,25 @@ def by_hand(source, apex, t1, t2, first_t1=-1.0):
     store = ExpertStore(apex, manifest)
     blobs = [module for name, module in model.named_modules() if name.endswith("experts")]
     for index, module in enumerate(blobs):
-        low = torch.empty(manifest.experts, manifest.low.stride + 4096, dtype=torch.uint8)
+        low = torch.empty(manifest.experts, manifest.strides[LOW] + 4096, dtype=torch.uint8)
         twins = []
         for e in range(manifest.experts):
             start = -low[e].data_ptr() % 4096
-            blob = low[e, start : start + manifest.low.stride]
+            blob = low[e, start : start + manifest.strides[LOW]]
             store.read(ExpertId(index, e), LOW, blob.numpy())
-            twins.append([dequantize(manifest.low.views(blob), matrix, manifest.low) for matrix in ("up", "down")])
+            twins.append(
+                [
+                    dequantize(manifest.layout(LOW).views(blob), matrix, manifest.layout(LOW))
+                    for matrix in ("up", "down")
+                ]
+            )
 
         first = max(t1, first_t1) if index == 0 else t1
 
         def forward(x, chosen, weights, module=module, twins=twins, first=first):
             out = torch.zeros_like(x)
             for t, (row, gates) in enumerate(zip(chosen, weights, strict=True)):
-                wishes = wanted(gates[None].float().numpy(), first, max(t2, first))[0]
+                wishes = wanted(gates[None].float().numpy(), (first, max(t2, first)))[0]
                 for e, gate, wish in zip(row.tolist(), gates, wishes, strict=True):
                     if wish == SKIP:
                         continue
@@ -263,12 +278,13 @@ class TestAdaptive:
         source, apex = tiny()
         model = apex_engine.load(apex, dtype=torch.float32, memory="130%", low_share=0.0)
         assert model.apex.plan.slots[HIGH] == 12
-        loader = model.apex._loader
+        tier = model.apex.device.tier
         for layer, expert in itertools.product(range(2), range(6)):
-            with loader.lock:
-                load = loader.acquire(ExpertId(layer, expert), HIGH, layer)
-            loader.arrived([load])
-            loader.release([(HIGH, load.slot)])
+            with tier.lock:
+                ticket = tier.request(ExpertId(layer, expert), HIGH, layer)
+                tier.settle([ticket], busy=False)
+            tier.arrived([ticket])
+            tier.release([(HIGH, ticket.slot)])
         ids = some_ids(4, 24)
         torch.testing.assert_close(model(ids).logits, reference_of(source)(ids).logits, rtol=0, atol=1e-5)
         assert model.apex.stats()["calls"]["low"] == 0 < model.apex.stats()["asked"]["low"]
@@ -281,7 +297,7 @@ class TestAdaptive:
                 model = apex_engine.load(apex, memory=budget(apex, high, low), low_share=0.01)
                 assert torch.isfinite(model(some_ids(2, 30)).logits).all()
                 assert torch.isfinite(model(some_ids(1, 1)).logits).all()
-                model.apex._cache.check_integrity()
+                model.apex.check_integrity()
 
     def test_a_smaller_budget_is_refused_with_the_number(self, tiny):
         _, apex = tiny()
@@ -290,19 +306,17 @@ class TestAdaptive:
             apex_engine.load(apex, memory=least - 1)
 
     @pytest.mark.parametrize("policy", ["lcu", "lru"])
-    def test_resident_bytes_never_pass_the_budget_and_use_it(self, bundled_apex, policy, monkeypatch):
+    def test_resident_bytes_never_pass_the_budget_and_use_it(self, bundled_apex, policy):
         model = apex_engine.load(bundled_apex, memory="25%", policy=policy)
         most = []
-        step = model.apex._serve
-        monkeypatch.setattr(
-            model.apex, "_serve", lambda *args: (step(*args), most.append(model.apex._cache.resident_bytes()))
-        )
-        greedy(model, torch.randint(2, 4096, (1, 32)), 40)
-        whole = 64 * Manifest.read(bundled_apex).high.stride
+        heard = Heard({Computed: lambda event: most.append(model.apex.stats()["resident"]["bytes"])})
+        with model.apex.watched(heard):
+            greedy(model, torch.randint(2, 4096, (1, 32)), 40)
+        whole = 64 * Manifest.read(bundled_apex).strides[HIGH]
         assert max(most) <= 0.25 * whole
         assert most[-1] >= 0.9 * 0.25 * whole
         assert model.apex.stats()["resident"]["bytes"] == most[-1]
-        buffers = sum(pool.memory.nbytes for pool in model.apex._cache.pools.values())
+        buffers = sum(pool.memory.nbytes for pool in model.apex.device.cache.pools.values())
         assert buffers <= 0.25 * whole
 
 
@@ -310,14 +324,14 @@ class TestSequences:
     def test_a_pass_without_past_begins_a_sequence(self, bundled_apex):
         model = apex_engine.load(bundled_apex)
         resets = []
-        model.apex._policy.start_sequence = lambda: resets.append(1)
         ids = torch.randint(2, 4096, (2, 10))
-        greedy(model, ids, 5)
-        assert len(resets) == 1
-        greedy(model, ids, 5, use_cache=True)
-        assert len(resets) == 2
-        model(ids)
-        assert len(resets) == 3
+        with model.apex.watched(Heard({PassBegins: lambda event: resets.append(1) if event.new_sequence else None})):
+            greedy(model, ids, 5)
+            assert len(resets) == 1
+            greedy(model, ids, 5, use_cache=True)
+            assert len(resets) == 2
+            model(ids)
+            assert len(resets) == 3
         stats = model.apex.stats()
         assert stats["sequences"] == 3
         assert stats["tokens"] == {"prefill": 2 * 10 * 3, "decode": 2 * 4 * 2}
@@ -336,7 +350,7 @@ class TestLedger:
     @pytest.mark.parametrize("mode", ["adaptive", "deterministic", "exact"])
     def test_it_adds_up_and_agrees_with_an_independent_count(self, bundled_apex, mode, prefetch, monkeypatch):
         model = apex_engine.load(bundled_apex, mode=mode, memory="25%", prefetch=prefetch, t1=0.6, t2=0.9, first_t1=0.6)
-        strides = {HIGH: model.apex.manifest.high.stride, LOW: model.apex.manifest.low.stride}
+        strides = model.apex.manifest.strides
         routed, reads, computed = [], [], Counter()
         for module in model.modules():
             if isinstance(module, ApexExperts):
@@ -349,40 +363,40 @@ class TestLedger:
             return got
 
         monkeypatch.setattr("os.preadv", counted)
-        compute = apex_engine.Engine._compute
+        compute = Device.compute
 
         def counted_compute(self, job, precision, served):
-            for use, slot in served:
-                assert self._cache.pools[precision].owner[slot] == (job.layer, use.expert)
-                computed[strides[precision]] += len(use.tokens)
+            for one, slot in served:
+                assert self.cache.pools[precision].owner[slot] == (job.layer, one.expert)
+                computed[strides[precision]] += len(one.tokens)
             compute(self, job, precision, served)
 
-        monkeypatch.setattr(apex_engine.Engine, "_compute", counted_compute)
+        monkeypatch.setattr(Device, "compute", counted_compute)
         greedy(model, torch.randint(2, 4096, (1, 20)), 20)
 
         stats = model.apex.stats()
         calls = stats["calls"]
         assert calls["total"] == calls["high"] + calls["low"] + calls["skip"] == sum(ids.numel() for ids, _ in routed)
         assert (calls["high"], calls["low"]) == (computed[strides[HIGH]], computed[strides[LOW]])
-        with model.apex._loader.lock:  # what is on its way is read, and counted when it is there
-            model.apex._loader.drop_all()
+        with model.apex.device.tier.lock:  # what is on its way is read, and counted when it is there
+            model.apex.device.tier.drop_all()
         model.apex.close()
         stats = model.apex.stats()
         assert stats["bytes_read"]["total"] == sum(reads)
-        loaded = {p: stats["loads"][p.word] * strides[p] for p in strides}
+        loaded = {p: stats["loads"][WORDS[p]] * strides[p] for p in strides}
         if prefetch:
             early = stats["prefetch"]
             assert sum(loaded.values()) <= stats["bytes_read"]["total"] <= sum(loaded.values()) + early["bytes"]
             assert early["bytes"] == early["useful_bytes"] + early["wasted_bytes"] and early["wasted_bytes"] >= 0
         else:
-            assert {p: stats["bytes_read"][p.word] for p in strides} == loaded and not stats["prefetch"]["bytes"]
+            assert {p: stats["bytes_read"][WORDS[p]] for p in strides} == loaded and not stats["prefetch"]["bytes"]
         asked = Counter({"high": 0, "low": 0, "skip": 0})
         for _, weights in routed:
-            wishes = np.full(weights.shape, HIGH) if mode == "exact" else wanted(weights.float().numpy(), 0.6, 0.9)
-            asked.update(Precision(w).word for w in wishes.ravel())
+            wishes = np.full(weights.shape, HIGH) if mode == "exact" else wanted(weights.float().numpy(), (0.6, 0.9))
+            asked.update(WORDS[w] for w in wishes.ravel())
         assert stats["asked"] == asked
         mass = sum(weights.abs().sum().item() for _, weights in routed)
-        assert sum(model.apex.ledger.mass.values()) == pytest.approx(mass, rel=1e-4)
+        assert sum(model.apex.ledger.mass) == pytest.approx(mass, rel=1e-4)
         assert sum(stats["share_of_calls"].values()) == pytest.approx(1)
         seconds = stats["seconds"]
         assert seconds["stall"] + seconds["compute"] + seconds["rest"] == pytest.approx(
@@ -440,7 +454,7 @@ class TestRuntime:
         model = apex_engine.load(bundled_apex, memory=memory, **options)
         out = greedy(model, torch.randint(2, 4096, (1, 256)), 4)
         assert out.shape == (1, 260)
-        model.apex._cache.check_integrity()
+        model.apex.check_integrity()
 
     def test_a_long_prompt_leaves_every_layer_its_slots(self, bundled_apex):
         """But for the few it passes through; evicting like decoding does leaves nearly all to the last layers."""
@@ -450,7 +464,7 @@ class TestRuntime:
                 bundled_apex, mode="exact", memory="25%", prefetch=0, admission=admission, policy="lru"
             )
             greedy(model, torch.randint(2, 4096, (1, 16)), 24)
-            pool = model.apex._cache.pools[HIGH]
+            pool = model.apex.device.cache.pools[HIGH]
             before = Counter(expert.layer for expert in pool.slot_of)
             model(torch.randint(2, 4096, (1, 512)))
             moved[admission] = (before - Counter(expert.layer for expert in pool.slot_of)).total()
@@ -469,20 +483,6 @@ class TestRuntime:
         stats = model.apex.stats()
         assert stats["calls"]["degraded"] > 0 and stats["loads"]["high"] == 0 < stats["prefetch"]["useful_bytes"]
         assert stats["resident"]["high"] > 0
-
-    @pytest.mark.parametrize(("with_it", "pays"), [(0.8, True), (1.2, False)])
-    def test_looking_ahead_goes_on_only_where_it_pays(self, with_it, pays):
-        """Whatever bytes a token misses, here up to five times what there is to gain, and however busy the machine becomes."""
-        trial, on, demanded, draw = _Trial(), [], 0, random.Random(0)
-        for token in range(160):
-            trial.begin(demanded)
-            on.append(trial.on)
-            missing = draw.randrange(1000)
-            demanded += missing
-            compute = (with_it if trial.on else 1.0) * (1.5 if token >= 90 else 1.0)
-            trial.end(compute + missing / 1000, demanded, 1000.0)
-        assert on[:16].count(True) == 8
-        assert on[32:].count(pays) == 120  # and one token in sixteen tries the other way
 
     def test_all_low_is_all_low_in_the_first_layer_too(self, bundled_apex):
         model = apex_engine.load(bundled_apex, mode="deterministic", t1=-1.0, t2=1.0, memory="50%")
@@ -543,7 +543,7 @@ class TestTrouble:
         model = apex_engine.load(tmp_path / "apex", dtype=torch.float32, mode="exact", memory="100%")
         with pytest.raises(ApexError, match=r"layer 1 .*expert 5, HIGH twin .*checksum"):
             model(some_ids(4, 30))
-        model.apex._cache.check_integrity()
+        model.apex.check_integrity()
         path.write_bytes((tiny()[1] / manifest.layers[1].files[-1]).read_bytes())
         reloaded = model(some_ids(4, 30)).logits
         assert torch.isfinite(reloaded).all()
@@ -600,7 +600,7 @@ class TestTrouble:
         for thread in threads:
             thread.join(60)
         assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
-        model.apex._cache.check_integrity()
+        model.apex.check_integrity()
         stats = model.apex.stats()
         assert stats["sequences"] == 6 and stats["tokens"] == {"prefill": 6 * 12, "decode": 6 * 9}
         assert stats["calls"]["total"] == 6 * (12 + 9) * 8 * 2
@@ -608,7 +608,7 @@ class TestTrouble:
     def test_close(self, tiny):
         model = apex_engine.load(tiny()[1])
         model(some_ids())
-        slots = weakref.ref(model.apex._cache.pools[HIGH])
+        slots = weakref.ref(model.apex.device.cache.pools[HIGH])
         before = len(os.listdir("/proc/self/fd"))
         model.apex.close()
         assert len(os.listdir("/proc/self/fd")) == before - 4

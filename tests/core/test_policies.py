@@ -1,82 +1,94 @@
 import numpy as np
 import pytest
 
+from apex_engine.core.events import PassBegins, Stream, Use
 from apex_engine.core.policies import POLICIES
-from apex_engine.core.vocabulary import Precision
+from apex_engine.core.vocabulary import Geometry
 
-HIGH, LOW = Precision.HIGH, Precision.LOW
+HIGH, LOW = 2, 1
+
+
+def made(name, layers=4, experts=3):
+    return POLICIES[name](Geometry(layers, experts, (0, 25, 100)))
 
 
 @pytest.fixture(params=sorted(POLICIES))
 def policy(request):
-    return POLICIES[request.param](layers=4, experts=3, cost_ratio=0.25)
+    return made(request.param)
+
+
+def begin(policy, tokens, new_sequence=False):
+    Stream(policy).emit(PassBegins("decode", tokens, new_sequence))
+
+
+def use(policy, layer, expert, precision, count):
+    Stream(policy).emit(Use(layer, expert, precision, count, 0.5, 0))
 
 
 def priority(policy, layer, expert, precision=HIGH, now=0):
-    (value,) = policy.priority(np.array([layer]), np.array([expert]), precision, now)
+    (value,) = policy.values(np.array([layer]), np.array([expert]), precision, now)
     return value
 
 
 class TestContract:
     def test_what_is_used_outranks_what_is_not(self, policy):
-        policy.start_sequence()
-        policy.start_pass(1)
-        policy.use(2, 1, HIGH, 1)
+        begin(policy, 1, new_sequence=True)
+        use(policy, 2, 1, HIGH, 1)
         assert priority(policy, 2, 1, now=2) > priority(policy, 2, 0, now=2)
 
     def test_a_new_sequence_forgets(self, policy):
+        begin(policy, 5, new_sequence=True)
         fresh = [priority(policy, layer, e) for layer in range(4) for e in range(3)]
-        policy.start_pass(5)
-        policy.use(0, 1, HIGH, 3)
-        policy.use(3, 2, LOW, 1)
-        policy.start_sequence()
+        use(policy, 0, 1, HIGH, 3)
+        use(policy, 3, 2, LOW, 1)
+        begin(policy, 5, new_sequence=True)
         assert [priority(policy, layer, e) for layer in range(4) for e in range(3)] == fresh
 
     def test_asking_changes_nothing(self, policy):
-        policy.start_pass(2)
-        policy.use(1, 1, LOW, 2)
-        first = policy.priority(np.arange(4), np.arange(4) % 3, LOW, 2)
-        assert np.array_equal(first, policy.priority(np.arange(4), np.arange(4) % 3, LOW, 2))
+        begin(policy, 2)
+        use(policy, 1, 1, LOW, 2)
+        first = policy.values(np.arange(4), np.arange(4) % 3, LOW, 2)
+        assert np.array_equal(first, policy.values(np.arange(4), np.arange(4) % 3, LOW, 2))
 
     def test_priorities_are_finite_and_one_for_each(self, policy):
-        values = policy.priority(np.array([0, 1, 2]), np.array([2, 1, 0]), HIGH, 3)
+        values = policy.values(np.array([0, 1, 2]), np.array([2, 1, 0]), HIGH, 3)
         assert values.shape == (3,) and np.isfinite(values).all()
 
 
 def test_lru_ranks_by_the_last_use_of_each_twin():
-    lru = POLICIES["lru"](2, 3, 0.25)
+    lru = made("lru", 2, 3)
     for expert, precision in [(0, HIGH), (1, HIGH), (0, LOW), (0, HIGH)]:
-        lru.use(0, expert, precision, 1)
+        use(lru, 0, expert, precision, 1)
     assert priority(lru, 0, 1, HIGH) < priority(lru, 0, 0, LOW) < priority(lru, 0, 0, HIGH)
     assert priority(lru, 0, 2) == 0
 
 
 def test_lfu_counts_the_uses_of_each_twin():
-    lfu = POLICIES["lfu"](2, 3, 0.25)
+    lfu = made("lfu", 2, 3)
     for expert, precision, count in [(0, HIGH, 2), (1, HIGH, 3), (0, LOW, 9)]:
-        lfu.use(0, expert, precision, count)
+        use(lfu, 0, expert, precision, count)
     assert [priority(lfu, 0, e) for e in range(3)] == [2, 3, 0] and priority(lfu, 0, 0, LOW) == 9
 
 
 def test_lfru_by_hand():
-    lfru = POLICIES["lfru"](2, 3, 0.25)
-    lfru.start_pass(4)
-    lfru.use(0, 0, HIGH, 4)
-    lfru.use(0, 1, HIGH, 1)
+    lfru = made("lfru", 2, 3)
+    begin(lfru, 4)
+    use(lfru, 0, 0, HIGH, 4)
+    use(lfru, 0, 1, HIGH, 1)
     for _ in range(3):
-        lfru.start_pass(1)
-    lfru.use(0, 1, HIGH, 1)
+        begin(lfru, 1)
+    use(lfru, 0, 1, HIGH, 1)
     assert priority(lfru, 0, 0) == 4 / 4 and priority(lfru, 0, 1) == 2 / 1
 
 
 def test_next_use_by_hand():
     """Four layers. Of two tokens both use expert 0 of layer 1 and one expert 1; then one more uses expert 1 alone."""
-    policy = POLICIES["next-use"](4, 3, 0.25)
-    policy.start_pass(2)
-    policy.use(1, 0, HIGH, 2)
-    policy.use(1, 1, HIGH, 1)
-    policy.start_pass(1)
-    policy.use(1, 1, HIGH, 1)
+    policy = made("next-use", 4, 3)
+    begin(policy, 2)
+    use(policy, 1, 0, HIGH, 2)
+    use(policy, 1, 1, HIGH, 1)
+    begin(policy, 1)
+    use(policy, 1, 1, HIGH, 1)
 
     def after(first, second):
         """Shares that two tokens and then one leave, by whether they used it: of the recent, and of all."""
@@ -94,15 +106,14 @@ def test_next_use_by_hand():
 
 def test_lcu_by_hand():
     """Four layers, B_low / B_high = 1/4; a prompt of 8 tokens, then one token that is now at layer 2."""
-    lcu = POLICIES["lcu"](4, 3, 0.25)
-    lcu.start_sequence()
-    lcu.start_pass(8)
-    lcu.use(1, 0, HIGH, 6)
-    lcu.use(1, 0, LOW, 2)
-    lcu.use(3, 2, HIGH, 4)
-    lcu.use(1, 1, LOW, 4)
-    lcu.start_pass(1)
-    lcu.use(1, 0, HIGH, 1)
+    lcu = made("lcu", 4, 3)
+    begin(lcu, 8, new_sequence=True)
+    use(lcu, 1, 0, HIGH, 6)
+    use(lcu, 1, 0, LOW, 2)
+    use(lcu, 3, 2, HIGH, 4)
+    use(lcu, 1, 1, LOW, 4)
+    begin(lcu, 1)
+    use(lcu, 1, 0, HIGH, 1)
     # (1, 0): C = 7 + 2/4; used in this pass; its layer comes round in 3 layers.
     assert priority(lcu, 1, 0, now=2) == pytest.approx(7.5 / 9 + 1 / 3.1)
     # (3, 2): not yet reached in this pass, used in the last one; one layer ahead.

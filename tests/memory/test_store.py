@@ -9,12 +9,12 @@ from safetensors import safe_open
 
 from apex_engine.checkpoint.expert_file import data_offset
 from apex_engine.checkpoint.manifest import Manifest
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ALIGN
 from apex_engine.memory.store import ExpertStore
 
-HIGH, LOW = Precision.HIGH, Precision.LOW
+HIGH, LOW = 2, 1
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def a_blob(stride: int) -> np.ndarray:
     return raw[start : start + stride]
 
 
-def read(store: ExpertStore, expert: ExpertId, precision: Precision, blob: np.ndarray) -> None:
+def read(store: ExpertStore, expert: ExpertId, precision: int, blob: np.ndarray) -> None:
     store.read(expert, precision, blob)
     store.verify(expert, precision, blob)
 
@@ -46,7 +46,7 @@ def test_every_blob_is_read_as_written(checkpoint):
             with safe_open(checkpoint / name, "np") as file:
                 expected = file.get_tensor("experts")
             for expert in range(manifest.experts):
-                blob = a_blob(store.layout(precision).stride)
+                blob = a_blob(store.layouts()[precision].stride)
                 read(store, ExpertId(index, expert), precision, blob)
                 assert (blob == expected[expert]).all()
 
@@ -55,12 +55,12 @@ def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
     manifest = Manifest.read(checkpoint)
     path = checkpoint / manifest.layers[1].files[0]
     with path.open("r+b") as file:
-        file.seek(data_offset(path, manifest.low, manifest.experts) + 3 * manifest.low.stride + 77)
+        file.seek(data_offset(path, manifest.layout(LOW), manifest.experts) + 3 * manifest.strides[LOW] + 77)
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 4]))
     store = open_store(checkpoint)
-    blob = a_blob(manifest.low.stride)
+    blob = a_blob(manifest.strides[LOW])
     read(store, ExpertId(1, 2), LOW, blob)
     with pytest.raises(ApexError) as caught:
         read(store, ExpertId(1, 3), LOW, blob)
@@ -71,11 +71,11 @@ def test_a_flipped_bit_is_caught_with_layer_expert_and_file(checkpoint):
 def test_a_file_cut_after_opening(checkpoint):
     store, manifest = open_store(checkpoint), Manifest.read(checkpoint)
     path = checkpoint / manifest.layers[0].files[-1]
-    os.truncate(path, path.stat().st_size - manifest.high.stride - ALIGN)
+    os.truncate(path, path.stat().st_size - manifest.strides[HIGH] - ALIGN)
     with pytest.raises(ApexError, match=r"expert 5, HIGH twin cannot be read .* the file ends after 0 of"):
-        store.read(ExpertId(0, 5), HIGH, a_blob(manifest.high.stride))
+        store.read(ExpertId(0, 5), HIGH, a_blob(manifest.strides[HIGH]))
     with pytest.raises(ApexError, match=r"expert 4, HIGH twin .* the file ends after"):
-        store.read(ExpertId(0, 4), HIGH, a_blob(manifest.high.stride))
+        store.read(ExpertId(0, 4), HIGH, a_blob(manifest.strides[HIGH]))
 
 
 @pytest.mark.parametrize("damage", ["missing", "short", "header"])
@@ -103,7 +103,7 @@ def test_without_direct_io_it_reads_all_the_same_and_says_so(checkpoint, monkeyp
     monkeypatch.setattr(os, "open", no_direct)
     store = open_store(checkpoint)
     assert not store.direct
-    blob = a_blob(store.layout(LOW).stride)
+    blob = a_blob(store.layouts()[LOW].stride)
     read(store, ExpertId(0, 0), LOW, blob)
 
 
@@ -119,7 +119,7 @@ def test_reads_that_refuse_direct_io_fall_back(checkpoint, monkeypatch):
     if not store.direct:
         pytest.skip("this file system has no O_DIRECT")
     monkeypatch.setattr(os, "preadv", refusing)
-    blob = a_blob(store.layout(LOW).stride)
+    blob = a_blob(store.layouts()[LOW].stride)
     for expert in range(2):
         read(store, ExpertId(1, expert), LOW, blob)
     assert direct == [True, False, False] and not store.direct

@@ -10,7 +10,6 @@ from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.config import Config
 from apex_engine.core.scorer import scores, wanted
 from apex_engine.core.thresholds import BINS, Profile, Thresholds, bin_of, bins_above, cheapest, quantiles
-from apex_engine.core.vocabulary import Precision
 from apex_engine.errors import ApexError
 
 HIGH, LOW = 100, 16  # bytes
@@ -32,8 +31,8 @@ def test_bins_agree_with_the_scorer():
     bins = bin_of(scores(gates))
     for t1, t2 in ((0.5, 0.95), (0.0, 0.3), (1.0, 1.0), (-1.0, 0.0)):
         low, skip = bins_above((t1,))[0][bins], bins_above((t2,))[0][bins]
-        expected = np.where(skip, Precision.SKIP, np.where(low, Precision.LOW, Precision.HIGH))
-        assert (expected == wanted(gates, t1, t2)).all()
+        expected = np.where(skip, 0, np.where(low, 1, 2))
+        assert (expected == wanted(gates, (t1, t2))).all()
 
 
 def saved(found: Thresholds, given: Profile) -> float:
@@ -58,7 +57,7 @@ def test_what_is_cheapest_keeps_to_the_limit_and_wins_over_one_threshold_for_all
     # The bytes a price buys lie on the convex hull: no other choice has both more bytes and less KL.
     for t1 in np.arange(-1, 1.01, 0.25):
         for t2 in np.arange(max(t1, 0), 1.01, 0.25):
-            other = Thresholds((t1,) * 3, (t2,) * 3, "")
+            other = Thresholds.of((t1,) * 3, (t2,) * 3)
             assert saved(other, given) <= saved(found, given) + 1e-9 or lost(other, given, sensitivity) > estimate
 
 

@@ -9,22 +9,28 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from apex_engine.core.events import Stream
 from apex_engine.core.ledger import Ledger
 from apex_engine.core.policies import POLICIES
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.prefetch import LEAST_EARLY, Wish
+from apex_engine.core.vocabulary import ExpertId, Geometry, Words
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.memory.cache import ExpertCache
+from apex_engine.memory.copies import Carrier
+from apex_engine.memory.host import HostCache
 from apex_engine.memory.link import Link
-from apex_engine.memory.loader import LEAST_BLOCK, LEAST_EARLY, Load, Loader
+from apex_engine.memory.loader import Loader
+from apex_engine.memory.requests import LEAST_BLOCK
 
-HIGH, LOW = Precision.HIGH, Precision.LOW
+HIGH, LOW = 2, 1
 SHAPE = ExpertShape(256, 384, True)  # HIGH in several blocks, LOW in one
 LAYOUTS = {
     HIGH: Layout(SHAPE, MatrixFormat("bfloat16"), MatrixFormat("bfloat16")),
     LOW: Layout(SHAPE, MatrixFormat("int2", 64), MatrixFormat("int2", 64)),
 }
 LAYERS, EXPERTS = 4, 8
+GEOMETRY = Geometry(LAYERS, EXPERTS, (0, *(LAYOUTS[p].stride for p in (LOW, HIGH))))
 BLOCKS = -(-LAYOUTS[HIGH].stride // LEAST_BLOCK)  # of a demand
 
 
@@ -66,36 +72,44 @@ def make():
     made = []
 
     def make(slots=None, policy="lru", store=None, **options):
-        policy = POLICIES[policy](LAYERS, EXPERTS, 0.2)
-        cache = ExpertCache(LAYOUTS, slots or {HIGH: 3, LOW: 3}, policy, torch.device("cpu"), poison=True)
-        loader = Loader(store or Store(), cache, Ledger(), torch.device("cpu"), **options)
+        loader = a_loader(slots or {HIGH: 3, LOW: 3}, policy, store or Store(), **options)
         made.append(loader)
-        return loader, cache
+        return loader, loader.residency
 
     yield make
     for loader in made:
         loader.close()
 
 
+def a_loader(slots, policy, store, link=None, host=None, **options):
+    """A loader, with a `ledger` that hears its events and the `store` it reads from."""
+    policy, ledger = POLICIES[policy](GEOMETRY), Ledger(Words.of(["int2", "bfloat16"]))
+    stream = Stream(policy, ledger)
+    cache = ExpertCache(GEOMETRY, LAYOUTS, slots, policy, torch.device("cpu"), poison=True, stream=stream)
+    loader = Loader(cache, Carrier(store, cache, torch.device("cpu"), link, host), stream, host, **options)
+    loader.ledger, loader.store = ledger, store
+    return loader
+
+
 def a_host(slots):
-    policy = POLICIES["lru"](LAYERS, EXPERTS, 1.0)
-    return ExpertCache(LAYOUTS, {HIGH: slots, LOW: slots}, policy, torch.device("cpu"), poison=True)
+    return HostCache(GEOMETRY, LAYOUTS, {HIGH: slots, LOW: slots}, poison=True)
 
 
-def acquire(loader, expert, precision=HIGH, **options):
+def request(loader, expert, precision=HIGH, busy=False, **options):
     with loader.lock:
-        return loader.acquire(expert, precision, expert.layer, **options)
+        ticket = loader.request(expert, precision, expert.layer, **options)
+        loader.settle([ticket], busy)
+        return ticket
 
 
-def expect(loader, expert, precision=HIGH):
+def prefetch(loader, expert, precision=HIGH):
     with loader.lock:
-        return loader.expect(expert, precision, 0, LEAST_EARLY)
+        return loader.prefetch(Wish(expert, precision, LEAST_EARLY, alone=True), 0)
 
 
 def fetch(loader, expert, precision=HIGH):
     """The twin's slot, pinned."""
-    held = acquire(loader, expert, precision)
-    return loader.arrived([held])[0].slot if isinstance(held, Load) else held
+    return loader.arrived([request(loader, expert, precision)])[0].slot
 
 
 def until(condition):
@@ -122,13 +136,13 @@ def test_every_twin_arrives_whole(make, host, link):
                     assert cache.pools[precision].pins[slot] == 1
                     loader.release([(precision, slot)])
     loads, nbytes = loader.ledger.loads, loader.ledger.bytes_read
-    assert sum(loads.values()) == misses
+    assert sum(loads) == misses
     assert all(nbytes[precision] == loads[precision] * LAYOUTS[precision].stride for precision in (HIGH, LOW))
     cache.check_integrity()
     if tier:
         tier.check_integrity()
         whole = LAYERS * EXPERTS * (BLOCKS + 1)
-        assert len(loader._store.blocks) == whole if host == 32 else whole < len(loader._store.blocks) <= 2 * whole
+        assert len(loader.store.blocks) == whole if host == 32 else whole < len(loader.store.blocks) <= 2 * whole
         assert not any(pool.pins.any() for pool in tier.pools.values())
 
 
@@ -136,8 +150,8 @@ def test_one_load_however_many_ask(make):
     store = Store(lambda *block: time.sleep(0.01))
     loader, cache = make(store=store)
     expert = ExpertId(0, 0)
-    expect(loader, expert)
-    loads = [acquire(loader, expert) for _ in range(3)]
+    prefetch(loader, expert)
+    loads = [request(loader, expert) for _ in range(3)]
     assert loads[0] is loads[1] is loads[2]
     for load in loads:
         assert loader.arrived([load]) == [load]
@@ -182,7 +196,7 @@ def test_a_failed_prefetch_is_counted_and_tried_again_when_needed(make):
 
     broken = True
     loader, cache = make(store=Store(trouble))
-    expect(loader, ExpertId(0, 0))
+    prefetch(loader, ExpertId(0, 0))
     until(lambda: loader.ledger.failed_prefetches)
     broken = False
     fetch(loader, ExpertId(0, 0))
@@ -192,10 +206,10 @@ def test_a_failed_prefetch_is_counted_and_tried_again_when_needed(make):
 def test_a_prefetch_that_is_used(make):
     loader, _ = make()
     expert = ExpertId(2, 3)
-    assert expect(loader, expert) == LAYOUTS[HIGH].stride
-    until(lambda: not loader._loads)
-    assert expect(loader, expert) == 0
-    assert not isinstance(acquire(loader, expert), Load)
+    assert prefetch(loader, expert) == LAYOUTS[HIGH].stride
+    until(lambda: not loader.outstanding())
+    assert prefetch(loader, expert) == 0
+    assert request(loader, expert).over
     ledger = loader.ledger
     assert ledger.prefetched_bytes == ledger.useful_bytes == LAYOUTS[HIGH].stride
     assert (ledger.missing, ledger.foreseen, ledger.loads[HIGH]) == (1, 1, 0)
@@ -206,13 +220,13 @@ def test_a_demand_overtakes_a_prefetch_at_the_next_block(make):
     store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
     early, urgent = ExpertId(1, 0), ExpertId(0, 0)
-    expect(loader, early)
+    prefetch(loader, early)
     assert running.wait(20)
-    load = acquire(loader, urgent)
+    load = request(loader, urgent)
     gate.set()
     until(lambda: load.over)
     assert [expert for expert, _, _ in store.blocks[: 1 + BLOCKS]] == [early] + [urgent] * BLOCKS
-    until(lambda: not loader._loads)
+    until(lambda: not loader.outstanding())
     assert cache.find(early, HIGH) is not None
 
 
@@ -220,13 +234,13 @@ def test_what_was_fetched_for_a_layer_in_vain_is_dropped(make):
     store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
     for e in range(3):
-        expect(loader, ExpertId(1, e))
-    expect(loader, ExpertId(2, 0))
+        prefetch(loader, ExpertId(1, e))
+    prefetch(loader, ExpertId(2, 0))
     assert running.wait(20)
     with loader.lock:
         loader.drop(1)
     gate.set()
-    until(lambda: not loader._loads)
+    until(lambda: not loader.outstanding())
     assert {expert.layer for expert, _, start in store.blocks if start} == {2}
     assert cache.resident_bytes() == LAYOUTS[HIGH].stride
     cache.check_integrity()
@@ -235,11 +249,11 @@ def test_what_was_fetched_for_a_layer_in_vain_is_dropped(make):
 def test_a_dropped_prefetch_that_is_wanted_after_all(make):
     store, running, gate = a_gated_store()
     loader, cache = make(store=store, workers=1)
-    expect(loader, ExpertId(1, 0))
+    prefetch(loader, ExpertId(1, 0))
     assert running.wait(20)
     with loader.lock:
         loader.drop(1)
-    load = acquire(loader, ExpertId(1, 0))
+    load = request(loader, ExpertId(1, 0))
     gate.set()
     (there,) = loader.arrived([load])
     assert [start for _, _, start in store.blocks] == [0, *range(LEAST_EARLY, LAYOUTS[HIGH].stride, LEAST_BLOCK)]
@@ -250,8 +264,8 @@ def test_a_dropped_prefetch_that_is_wanted_after_all(make):
 def test_a_demand_gets_a_slot_that_prefetches_hold(make, slots):
     loader, cache = make(slots={HIGH: slots}, workers=1)
     for e in range(slots):
-        expect(loader, ExpertId(2, e))
-    until(lambda: not loader._loads)
+        prefetch(loader, ExpertId(2, e))
+    until(lambda: not loader.outstanding())
     assert cache.pools[HIGH].masked.all()
     for e in range(4):
         slot = fetch(loader, ExpertId(0, e))
@@ -263,7 +277,8 @@ def test_a_demand_gets_a_slot_that_prefetches_hold(make, slots):
 def test_more_demands_than_slots_go_in_turns(make):
     loader, cache = make(slots={HIGH: 2})
     with loader.lock:
-        coming = [loader.acquire(ExpertId(0, e), HIGH, 0) for e in range(EXPERTS)]
+        coming = [loader.request(ExpertId(0, e), HIGH, 0) for e in range(EXPERTS)]
+        loader.settle(coming, busy=False)
     seen = set()
     while coming:
         for load in loader.arrived(coming):
@@ -274,7 +289,10 @@ def test_more_demands_than_slots_go_in_turns(make):
 
 
 def test_closing_wakes_who_waits_and_ends_the_threads(make):
-    gate = threading.Event()
+    def workers():
+        return {thread for thread in threading.enumerate() if thread.name.startswith("apex-loader")}
+
+    gate, before = threading.Event(), workers()
     loader, cache = make(store=Store(lambda *block: gate.wait(20)), slots={HIGH: 1})
     errors = []
 
@@ -287,13 +305,13 @@ def test_closing_wakes_who_waits_and_ends_the_threads(make):
     waiting = [threading.Thread(target=wait, args=(e,)) for e in range(2)]
     for thread in waiting:
         thread.start()
-    until(lambda: len(loader._loads) == 2)
+    until(lambda: loader.outstanding() == 2)
     threading.Timer(0.05, gate.set).start()
     loader.close()
     for thread in waiting:
         thread.join(20)
     assert len(errors) >= 1 and all("closed" in error for error in errors)
-    assert not any(thread.is_alive() for thread in loader._threads)
+    assert workers() == before
     with pytest.raises(ApexError, match="closed"):
         fetch(loader, ExpertId(1, 1))
     cache.check_integrity()
@@ -342,14 +360,8 @@ def test_threads_at_random(seed, slots, host, policy, failing, slow):
             raise ApexError("a read failed, half done")
 
     store, tier = Store(trouble), a_host(host) if host else None
-    cache = ExpertCache(
-        LAYOUTS,
-        dict(zip((HIGH, LOW), slots, strict=True)),
-        POLICIES[policy](LAYERS, EXPERTS, 0.2),
-        torch.device("cpu"),
-        poison=True,
-    )
-    loader = Loader(store, cache, Ledger(), torch.device("cpu"), host=tier)
+    loader = a_loader(dict(zip((HIGH, LOW), slots, strict=True)), policy, store, host=tier)
+    cache = loader.residency
     problems = []
 
     def use(loads):
@@ -381,18 +393,18 @@ def test_threads_at_random(seed, slots, host, policy, failing, slow):
                     for (
                         expert
                     ) in some:  # one at a time: threads that hold one slot and want another could wait for each other
-                        held = acquire(loader, expert, precision, share=share)
-                        if isinstance(held, Load):
+                        held = request(loader, expert, precision, share=share)
+                        if not held.over:
                             coming.append(held)
                         else:
-                            loader.release([(precision, held)])
+                            loader.release([(precision, held.slot)])
                     if mine.random() < 0.1:
                         loader.forget(coming)
                     else:
                         use(coming)
                 elif kind < 0.9:
                     for expert in some:
-                        expect(loader, expert, precision)
+                        prefetch(loader, expert, precision)
                 elif kind < 0.98:
                     with loader.lock:
                         loader.drop(layer)
@@ -416,4 +428,4 @@ def test_threads_at_random(seed, slots, host, policy, failing, slow):
     assert not problems and not hanging
     cache.check_integrity()
     assert not any(pool.pins.any() for pool in cache.pools.values()), "a pin was lost"
-    assert not loader._loads and not loader._moving
+    assert not loader.outstanding()

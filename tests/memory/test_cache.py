@@ -4,12 +4,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from apex_engine.core.events import PassBegins, Stream, Use
 from apex_engine.core.policies import POLICIES
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId, Geometry
 from apex_engine.kernels.layout import ALIGN, ExpertShape, Layout, MatrixFormat
 from apex_engine.memory.cache import ExpertCache
 
-HIGH, LOW = Precision.HIGH, Precision.LOW
+HIGH, LOW = 2, 1
 SHAPE = ExpertShape(8, 8, False)
 LAYOUTS = {
     HIGH: Layout(SHAPE, MatrixFormat("bfloat16"), MatrixFormat("bfloat16")),
@@ -18,9 +19,29 @@ LAYOUTS = {
 LAYERS, EXPERTS = 3, 4
 
 
+GEOMETRY = Geometry(LAYERS, EXPERTS, (0, *(LAYOUTS[p].stride for p in (LOW, HIGH))))
+
+
+class Told:
+    """A policy's ear."""
+
+    def __init__(self, stream):
+        self.emit = stream.emit
+
+    def use(self, layer, expert, precision, count):
+        self.emit(Use(layer, expert, precision, count, 0.5, 0))
+
+    def start_pass(self, tokens, new_sequence=False):
+        self.emit(PassBegins("decode", tokens, new_sequence))
+
+
 def make_cache(slots=None, policy="lru"):
-    policy = POLICIES[policy](LAYERS, EXPERTS, 0.2)
-    return ExpertCache(LAYOUTS, slots or {HIGH: 2, LOW: 3}, policy, torch.device("cpu"), poison=True), policy
+    policy = POLICIES[policy](GEOMETRY)
+    stream = Stream(policy)
+    cache = ExpertCache(
+        GEOMETRY, LAYOUTS, slots or {HIGH: 2, LOW: 3}, policy, torch.device("cpu"), poison=True, stream=stream
+    )
+    return cache, Told(stream)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -73,7 +94,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def new_sequence(self):
-        self.policy.start_sequence()
+        self.policy.start_pass(1, new_sequence=True)
 
     @invariant()
     def books_agree(self):
