@@ -317,6 +317,202 @@ def test_closing_wakes_who_waits_and_ends_the_threads(make):
     cache.check_integrity()
 
 
+def in_main_thread():
+    return threading.current_thread() is threading.main_thread()
+
+
+class TestInterrupts:
+    """Ctrl-C reaches the thread that asks: what it was bringing itself is brought by others, and nothing stays in the books."""
+
+    @pytest.mark.parametrize("host", [0, 4])
+    def test_while_a_block_is_read(self, make, host):
+        def trouble(*block):
+            if in_main_thread() and pressed.pop():
+                raise KeyboardInterrupt
+
+        pressed, tier = [False] * 9 + [True], a_host(host) if host else None
+        loader, cache = make(store=Store(trouble), host=tier, workers=0)  # nobody else brings it
+        ticket = request(loader, ExpertId(0, 0))
+        with pytest.raises(KeyboardInterrupt):
+            loader.arrived([ticket])
+        loader.forget([ticket])
+        loader.recover()
+        with loader.lock:
+            cache.check_integrity()
+        slot = fetch(loader, ExpertId(0, 0))
+        assert (cache.pools[HIGH].memory[slot] == stamp(ExpertId(0, 0), HIGH)).all()
+        loader.release([(HIGH, slot)])
+        cache.check_integrity()
+        assert not loader.outstanding() and not cache.pools[HIGH].pins.any()
+        if tier:
+            tier.check_integrity()
+
+    def test_while_the_link_is_waited_for(self, make):
+        class Cable:
+            def transfer(self, nbytes):
+                if in_main_thread() and pressed:
+                    raise KeyboardInterrupt
+
+        pressed = [True]
+        loader, cache = make(link=Cable())
+        ticket = request(loader, ExpertId(0, 0), LOW)
+        with pytest.raises(KeyboardInterrupt):
+            while True:  # a worker may have been faster
+                loader.arrived([ticket])
+                loader.release([(LOW, ticket.slot)])
+                ticket = request(loader, ExpertId(0, (ticket.expert.expert + 1) % EXPERTS), LOW)
+        loader.forget([ticket])
+        pressed.clear()
+        slot = fetch(loader, ticket.expert, LOW)
+        assert (cache.pools[LOW].memory[slot] == stamp(ticket.expert, LOW)).all()
+
+    def test_another_who_waits_for_it_gets_it(self, make):
+        """One thread is stopped in the middle of a block, the other has asked for the same twin."""
+
+        def trouble(*block):
+            if in_main_thread() and pressed:
+                pressed.clear()
+                raise KeyboardInterrupt
+
+        pressed, found = [True], []
+        loader, cache = make(store=Store(trouble), workers=0)
+        ticket = request(loader, ExpertId(0, 0))
+        other = threading.Thread(target=lambda: found.append(fetch(loader, ExpertId(0, 0))))
+        with pytest.raises(KeyboardInterrupt):
+            loader.arrived([ticket])
+        other.start()
+        other.join(20)
+        assert (cache.pools[HIGH].memory[found[0]] == stamp(ExpertId(0, 0), HIGH)).all()
+
+    def test_while_the_checksum_is_compared(self, make):
+        store, pressed = Store(), [True]
+        verify = store.verify
+
+        def interrupted(*args):
+            if in_main_thread() and pressed:
+                pressed.clear()
+                raise KeyboardInterrupt
+            verify(*args)
+
+        store.verify = interrupted
+        loader, cache = make(store=store, workers=0)
+        ticket = request(loader, ExpertId(0, 0), LOW)
+        with pytest.raises(KeyboardInterrupt):
+            loader.arrived([ticket])
+        loader.forget([ticket])
+        assert (cache.pools[LOW].memory[fetch(loader, ExpertId(0, 0), LOW)] == stamp(ExpertId(0, 0), LOW)).all()
+
+
+def test_a_dropped_prefetch_that_is_expected_again_comes(make):
+    """Its block is on its way when its layer passes, and again when the next token wants it."""
+    store, running, gate = a_gated_store()
+    loader, cache = make(store=store, workers=1)
+    expert = ExpertId(1, 0)
+    prefetch(loader, expert)
+    assert running.wait(20)
+    with loader.lock:
+        loader.drop(1)
+    assert prefetch(loader, expert) > 0  # bytes that are still to come, and do
+    gate.set()
+    until(lambda: not loader.outstanding())
+    assert cache.find(expert, HIGH) is not None
+    cache.check_integrity()
+
+
+def test_a_lone_demand_of_one_block_is_begun_while_the_caller_is_busy(make):
+    loader, cache = make()
+    ticket = request(loader, ExpertId(0, 0), LOW, busy=True)
+    until(lambda: ticket.over)  # and nobody has waited for it
+    assert (cache.pools[LOW].memory[ticket.slot] == stamp(ExpertId(0, 0), LOW)).all()
+
+
+class TestUpgrades:
+    def begun(self, make):
+        """An upgrade of layer 1 whose first block is on its way, and another that is not begun."""
+        store, running, gate = a_gated_store()
+        loader, cache = make(store=store, workers=1)
+        with loader.lock:
+            for e in range(2):
+                loader.upgrade(ExpertId(1, e), HIGH, 1)
+        assert running.wait(20)
+        return loader, cache, gate
+
+    def test_one_that_is_begun_goes_on_over_tokens(self, make):
+        loader, cache, gate = self.begun(make)
+        with loader.lock:
+            loader.drop(1)
+            loader.drop_all()
+        gate.set()
+        until(lambda: not loader.outstanding())
+        assert cache.find(ExpertId(1, 0), HIGH) is not None and cache.find(ExpertId(1, 1), HIGH) is None
+
+    def test_a_demand_that_finds_no_other_slot_ends_it(self, make):
+        loader, cache = make(slots={HIGH: 1}, workers=0)
+        with loader.lock:
+            loader.upgrade(ExpertId(1, 0), HIGH, 1)
+        slot = fetch(loader, ExpertId(0, 0))
+        assert (cache.pools[HIGH].memory[slot] == stamp(ExpertId(0, 0), HIGH)).all()
+
+    def test_a_prefetch_goes_first(self, make):
+        store, running, gate = a_gated_store()
+        loader, _ = make(store=store, workers=1)
+        prefetch(loader, ExpertId(3, 0))
+        assert running.wait(20)
+        with loader.lock:
+            loader.upgrade(ExpertId(1, 0), HIGH, 1)
+        prefetch(loader, ExpertId(2, 0))
+        gate.set()
+        until(lambda: not loader.outstanding())
+        order = list(dict.fromkeys(expert for expert, _, _ in store.blocks))
+        assert order == [ExpertId(3, 0), ExpertId(2, 0), ExpertId(1, 0)]
+
+
+class TestMasks:
+    """What is prefetched is kept until its layer has passed or a pass begins with nothing to keep it for."""
+
+    def test_what_is_resident_and_expected_is_kept_from_a_prefetch(self, make):
+        loader, cache = make(slots={HIGH: 1})
+        loader.release([(HIGH, fetch(loader, ExpertId(1, 0)))])
+        assert prefetch(loader, ExpertId(1, 0)) == 0
+        prefetch(loader, ExpertId(2, 0))
+        until(lambda: not loader.outstanding())
+        assert cache.find(ExpertId(1, 0), HIGH) is not None
+        with loader.lock:
+            loader.drop(1)
+        prefetch(loader, ExpertId(2, 0))
+        until(lambda: cache.find(ExpertId(2, 0), HIGH) is not None)
+
+    def test_a_new_pass_drops_what_is_not_there_yet(self, make):
+        store, running, gate = a_gated_store()
+        loader, cache = make(store=store, workers=1)
+        for e in range(3):
+            prefetch(loader, ExpertId(1, e))
+        assert running.wait(20)
+        with loader.lock:
+            loader.drop_all()
+        gate.set()
+        until(lambda: not loader.outstanding())
+        assert not cache.resident_bytes()
+
+
+def test_prefetches_that_go_alone_go_one_at_a_time_and_others_side_by_side(make):
+    for alone, most in ((True, 1), (False, 3)):
+        running, peak, gate = [], [], threading.Event()
+
+        def trouble(*block, running=running, peak=peak, gate=gate):
+            running.append(1)
+            peak.append(len(running))
+            gate.wait(0.2)
+            running.pop()
+
+        loader, _ = make(store=Store(trouble))
+        with loader.lock:
+            for e in range(3):
+                loader.prefetch(Wish(ExpertId(1, e), LOW, alone=alone), 0)
+        until(lambda loader=loader: not loader.outstanding())
+        assert max(peak) == most
+
+
 class TestLink:
     def test_parse(self):
         link = Link.parse("2GB/s,20us")

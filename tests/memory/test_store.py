@@ -1,6 +1,7 @@
 import fcntl
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -123,3 +124,35 @@ def test_reads_that_refuse_direct_io_fall_back(checkpoint, monkeypatch):
     for expert in range(2):
         read(store, ExpertId(1, expert), LOW, blob)
     assert direct == [True, False, False] and not store.direct
+
+
+def test_several_threads_whose_first_reads_are_refused_together_all_read(checkpoint, monkeypatch):
+    """One of them switches to buffered reads while the others' direct ones are still to fail."""
+    store, preadv = open_store(checkpoint), os.preadv
+    if not store.direct:
+        pytest.skip("this file system has no O_DIRECT")
+    together, errors = threading.Barrier(4), []
+
+    def refusing(fd, buffers, position):
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            together.wait(20)
+            if threading.current_thread().name != "first":
+                switched.wait(20)
+            raise OSError(22, "Invalid argument")
+        switched.set()
+        return preadv(fd, buffers, position)
+
+    def run(expert):
+        try:
+            read(store, ExpertId(0, expert), LOW, a_blob(store.layouts()[LOW].stride))
+        except ApexError as error:
+            errors.append(error)
+
+    switched = threading.Event()
+    monkeypatch.setattr(os, "preadv", refusing)
+    threads = [threading.Thread(target=run, args=(i,), name="first" if i == 0 else None) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors and not store.direct
