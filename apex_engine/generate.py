@@ -22,7 +22,7 @@ from apex_engine.core.vocabulary import Words
 from apex_engine.errors import ApexError, check_seed, first_line, flag, human
 from apex_engine.memory.plan import Plan, plan_model
 from apex_engine.memory.probe import parse_device
-from apex_engine.quantize.source import ALIASES
+from apex_engine.quantize.source.names import ALIASES
 from apex_engine.runtime.hook import load, read_config
 
 ADAPTIVE = (

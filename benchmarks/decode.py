@@ -35,8 +35,10 @@ from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ALIGN
 from apex_engine.memory.loader import BLOCK, WORKERS
 from apex_engine.memory.store import ExpertStore
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from apex_engine.runtime.engine import Engine
 from benchmarks.kernels import copy_bandwidth
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store

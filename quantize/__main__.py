@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from apex_engine.checkpoint.manifest import verify
-from apex_engine.checkpoint.moments import Moments
-from apex_engine.cli.console import run, say
-from apex_engine.cli.quantizing import quantize
-from apex_engine.kernels.packing import GROUP_SIZES
-from apex_engine.memory.probe import parse_device
-from apex_engine.quantize.convert import HIGH_FORMATS, Options
-from apex_engine.quantize.methods import METHODS
-from apex_engine.quantize.source import ALIASES
+from apex_engine.cli.console import run
+from apex_engine.quantize.forms import high_forms, low_forms
+from apex_engine.quantize.methods.table import METHODS
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.names import ALIASES
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,9 +36,15 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--high",
-        choices=HIGH_FORMATS,
+        choices=high_forms(),
         default=default.high,
         help="HIGH twin; 16bit is the source's own dtype and lossless",
+    )
+    p.add_argument(
+        "--low",
+        choices=low_forms(),
+        default=default.low,
+        help="LOW twin: the format of its matrices, or of the up and the down matrix; fewer bytes than HIGH",
     )
     p.add_argument(
         "--low-method",
@@ -64,28 +66,39 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         choices=(2, 3, 4),
         default=default.low_down,
-        help="bits of the LOW twin's down matrix, the fragile one: 3 halves the damage for 0.33 bits a weight more",
+        help="bits of the down matrix of an int2 LOW twin, the fragile one: 3 halves the damage for 0.33 bits a weight more",
     )
     p.add_argument(
         "--group-size",
         type=int,
         default=default.group_size,
         metavar="G",
-        help=f"inputs that share a scale and a zero in the LOW twin, one of {', '.join(map(str, GROUP_SIZES))}",
+        help="inputs that share a scale and a zero in the LOW twin, one of 8, 16, 32, 64, 128, 256",
     )
     return p
 
 
-def main() -> None:
-    args = parser().parse_args()
+def main(arguments: list[str] | None = None) -> None:
+    args = parser().parse_args(arguments)
     if args.verify:
-        verify(Path(args.source), lambda name: say(f"reading {name}"))
-        say(f"{args.source} is as it was written")
-        return
+        from apex_engine.cli.verifying import verify_checkpoint
+
+        return verify_checkpoint(Path(args.source))
+    # Only now: what they import takes seconds, and --help needs none of it.
+    from apex_engine.checkpoint.moments import Moments
+    from apex_engine.cli.quantizing import quantize
+    from apex_engine.memory.probe import parse_device
+
     moments = Moments(args.importance) if "importance" in args else None
     options = Options(
-        args.high, args.low_method, args.low_down, args.group_size, moments.identity if moments else Options.importance
+        high=args.high,
+        low=args.low,
+        low_method=args.low_method,
+        low_down=args.low_down,
+        group_size=args.group_size,
+        importance=moments.identity if moments else Options.importance,
     )
+    options.check()
     name = Path(args.source).resolve().name
     folder = getattr(args, "output", Path("checkpoints") / f"{name}-apex")
     quantize(args.source, folder, options, moments, str(parse_device(args.device)))

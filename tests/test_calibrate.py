@@ -18,8 +18,10 @@ from apex_engine.errors import ApexError
 from apex_engine.eval.perplexity import judge, window_logits
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.ladder import make_twins
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
 from models import save_model
 
 SMALL = Settings(tokens=2048, length=64)
@@ -80,9 +82,9 @@ def test_better_twins_come_of_it(calibrated, bundled, tmp_path):
         kl.append(judge(rows, truth, window_logits(model, rows)).kl.mean().item())
     assert kl[1] < 0.75 * kl[0]
     with pytest.raises(ApexError, match="needs --importance"):
-        Options(low_method="gptq").layouts(Source(bundled))
+        make_twins(Options(low_method="gptq"), Source(bundled))
     with pytest.raises(ApexError, match="no use for"):
-        Options(low_method="hqq", importance="x").layouts(Source(bundled))
+        make_twins(Options(low_method="hqq", importance="x"), Source(bundled))
 
 
 def test_moments_of_another_model_are_refused(calibrated, tmp_path):

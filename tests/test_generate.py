@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import apex_engine
 from apex_engine import generate
+from apex_engine.cli import quantizing
 from apex_engine.cli.console import run
 from apex_engine.errors import human
 from apex_engine.quantize import __main__ as quantize_command
+from apex_engine.quantize import blob
 from models import save_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -244,7 +246,7 @@ class TestQuantize:
 
     def test_ctrl_c_leaves_a_run_that_goes_on(self, command, tmp_path, monkeypatch):
         source = save_model(tmp_path / "source")
-        encode, left = quantize_command.convert.__globals__["encode"], [40]
+        encode, left = blob.encode, [40]
 
         def interrupted(*args):
             left[0] -= 1
@@ -252,12 +254,12 @@ class TestQuantize:
                 raise KeyboardInterrupt
             return encode(*args)
 
-        monkeypatch.setitem(quantize_command.convert.__globals__, "encode", interrupted)
+        monkeypatch.setattr(blob, "encode", interrupted)
         code, _, err = command(quantize_command.main, source, "-o", tmp_path / "apex")
         assert code == 130 and "run the same command again" in err and "Traceback" not in err
         assert not list((tmp_path / "apex").rglob("*.part"))
         monkeypatch.undo()
-        quantize_command.quantize(str(source), tmp_path / "apex", quantize_command.Options())
+        quantizing.quantize(str(source), tmp_path / "apex", quantize_command.Options())
 
 
 def test_commands_run_as_modules_from_anywhere(tmp_path):

@@ -17,7 +17,7 @@ from apex_engine.perplexity import main
 
 @pytest.fixture(scope="module")
 def setting():
-    from apex_engine.quantize.source import ALIASES, Path
+    from apex_engine.quantize.source.names import ALIASES, Path
 
     folder = Path(ALIASES["tiny"])
     return (

@@ -24,8 +24,9 @@ from apex_engine.core.thresholds import DEFAULTS
 from apex_engine.errors import ApexError, first_line, flag
 from apex_engine.kernels.registry import KERNELS
 from apex_engine.memory.plan import config_for
-from apex_engine.quantize.convert import JOURNAL, Options
-from apex_engine.quantize.source import ALIASES, resolve
+from apex_engine.quantize.journal import JOURNAL
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.names import ALIASES, resolve
 
 ENGINE_OPTIONS = (
     "system",

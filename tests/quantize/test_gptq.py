@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from apex_engine.checkpoint.moments import MatrixMoments
 from apex_engine.kernels.layout import MatrixFormat
-from apex_engine.quantize.gptq import STEP, _Block, quantize_gptq
-from apex_engine.quantize.methods import encode, feeds_back, quantize_clip, quantize_with_feedback
+from apex_engine.quantize.methods import clip, gptq
+from apex_engine.quantize.methods.encode import encode
+from apex_engine.quantize.methods.gptq import STEP, Block, feeds_back, refine
 
 
 def inputs_of_rank(rank: int, columns: int) -> torch.Tensor:
@@ -33,8 +34,8 @@ def output_error(weight, blocks, *twin):
 def test_the_output_error_falls_in_every_row_and_by_half_in_all(bits, columns, block, group):
     weight = torch.randn(40, columns) * 0.02
     blocks = torch.stack([inputs_of_rank(block // 4, block) for _ in range(columns // block)])
-    before = quantize_clip(weight, bits, group)
-    after = quantize_gptq(weight, *before, bits, blocks)
+    before = clip.quantize(weight, bits, group)
+    after = refine(weight, *before, bits, blocks)
     assert after[0].dtype == torch.uint8 and after[0].max() < 2**bits
     assert after[1].dtype == after[2].dtype == torch.float16
     old, new = output_error(weight, blocks, *before), output_error(weight, blocks, *after)
@@ -46,7 +47,7 @@ def test_error_feedback_is_the_published_recursion():
     """Column by column without blocks of columns: quantize, spread the error by the rows of the inverse's Cholesky factor."""
     columns, group = 2 * STEP + 16, 16
     weight, h = torch.randn(8, columns), inputs_of_rank(20, columns)
-    _, scale, zero = quantize_clip(weight, 2, group)
+    _, scale, zero = clip.quantize(weight, 2, group)
     order = h.diagonal().argsort(descending=True, stable=True)
     inverse = torch.linalg.inv(h[order][:, order].double())
     upper = torch.linalg.cholesky(inverse, upper=True)
@@ -59,43 +60,43 @@ def test_error_feedback_is_the_published_recursion():
         expected[:, k] = (w[:, k] / s[:, k] + z[:, k]).round().clamp(0, 3)
         error = (w[:, k] - (expected[:, k] - z[:, k]) * s[:, k]) / upper[k, k]
         w[:, k + 1 :] -= error[:, None] * upper[k, k + 1 :]
-    block = _Block(weight.T.contiguous(), h, 2, group)
-    found = block._feed_back(order, upper.float(), scale.T, zero.T).T[:, order]
+    block = Block(weight.T.contiguous(), h, 2, group)
+    found = block.feed_back(order, upper.float(), scale.T, zero.T).T[:, order]
     assert (found == expected).float().mean() > 0.99  # a rounding that is nearly a tie may go either way
 
 
 def test_descent_ends_where_no_single_code_can_be_bettered():
     group = 16
     weight, h = torch.randn(6, 48), inputs_of_rank(12, 48)
-    codes, scale, zero = quantize_clip(weight, 2, group)
-    block = _Block(weight.T.contiguous(), h, 2, group)
+    codes, scale, zero = clip.quantize(weight, 2, group)
+    block = Block(weight.T.contiguous(), h, 2, group)
     q = codes.T.float()
     for _ in range(30):
-        q = block._descend(q, scale.T, zero.T)
-    least = block._error(q, scale.T, zero.T)
+        q = block.descend(q, scale.T, zero.T)
+    least = block.error(q, scale.T, zero.T)
     for k in range(48):
         for code in range(4):
             other = q.clone()
             other[k] = code
-            assert (block._error(other, scale.T, zero.T) >= least * (1 - 1e-4)).all()
+            assert (block.error(other, scale.T, zero.T) >= least * (1 - 1e-4)).all()
 
 
 def test_refit_is_least_squares():
     """No nearby scale or zero has a smaller error, but for what rounding to float16 costs."""
     group = 16
     weight, h = torch.randn(6, 48), inputs_of_rank(12, 48)
-    codes, scale, zero = quantize_clip(weight, 2, group)
-    block = _Block(weight.T.contiguous(), h, 2, group)
-    s, z = block._refit(codes.T.float(), scale.T, zero.T)
-    least = block._error(codes.T.float(), s, z)
-    assert (least <= block._error(codes.T.float(), scale.T, zero.T)).all()
+    codes, scale, zero = clip.quantize(weight, 2, group)
+    block = Block(weight.T.contiguous(), h, 2, group)
+    s, z = block.refit(codes.T.float(), scale.T, zero.T)
+    least = block.error(codes.T.float(), s, z)
+    assert (least <= block.error(codes.T.float(), scale.T, zero.T)).all()
     for factor in (0.98, 1.02):
         for part in range(3):
             other_s, other_z = s.float(), z.float()
             other_s[part] *= factor
-            assert (block._error(codes.T.float(), other_s, z) >= least * (1 - 1e-3)).all()
+            assert (block.error(codes.T.float(), other_s, z) >= least * (1 - 1e-3)).all()
             other_z[part] *= factor
-            assert (block._error(codes.T.float(), s, other_z) >= least * (1 - 1e-3)).all()
+            assert (block.error(codes.T.float(), s, other_z) >= least * (1 - 1e-3)).all()
 
 
 AWKWARD = {
@@ -114,8 +115,8 @@ def test_awkward_groups_stay_finite_and_no_worse(name, dead):
     if dead:  # inputs that never were anything
         h[:32], h[:, :32] = 0, 0
         h.diagonal().add_(0.05 * h.diagonal().mean())
-    before = quantize_clip(weight, 2, 16)
-    after = quantize_gptq(weight, *before, 2, h[None])
+    before = clip.quantize(weight, 2, 16)
+    after = refine(weight, *before, 2, h[None])
     assert torch.isfinite(value(*after)).all()
     assert (output_error(weight, h[None], *after) <= output_error(weight, h[None], *before) * (1 + 1e-3) + 1e-30).all()
 
@@ -125,10 +126,10 @@ def test_awkward_groups_stay_finite_and_no_worse(name, dead):
 def test_rows_do_not_depend_on_each_other(seed, group, rows):
     torch.manual_seed(seed)
     weight, h = torch.randn(rows, 64), inputs_of_rank(16, 64)
-    before = quantize_clip(weight, 2, group)
-    together = quantize_gptq(weight, *before, 2, h[None])
+    before = clip.quantize(weight, 2, group)
+    together = refine(weight, *before, 2, h[None])
     for i in range(rows):
-        alone = quantize_gptq(weight[i : i + 1], *(part[i : i + 1] for part in before), 2, h[None])
+        alone = refine(weight[i : i + 1], *(part[i : i + 1] for part in before), 2, h[None])
         whole, single = output_error(weight, h[None], *together)[i], output_error(weight[i : i + 1], h[None], *alone)[0]
         assert single.item() == pytest.approx(whole.item(), rel=0.05)
 
@@ -137,13 +138,13 @@ def test_importance_moves_the_error_to_where_the_inputs_are_small():
     weight = torch.randn(64, 128)
     diagonal = torch.where(torch.arange(128) % 2 == 0, 100.0, 1.0)
     moments = MatrixMoments(torch.diag(diagonal)[None], 1000)
-    plain, weighted = (quantize_clip(weight, 2, 64, m) for m in (None, moments))
+    plain, weighted = (clip.quantize(weight, 2, 64, m) for m in (None, moments))
 
     def error(twin):
         return ((weight - value(*twin)).square() * diagonal).sum().item()
 
     assert error(weighted) < 0.9 * error(plain)
-    uniform = quantize_clip(weight, 2, 64, MatrixMoments(torch.eye(128)[None], 1000))
+    uniform = clip.quantize(weight, 2, 64, MatrixMoments(torch.eye(128)[None], 1000))
     assert (uniform[0] == plain[0]).float().mean() > 0.999
 
 
@@ -152,9 +153,7 @@ def test_too_few_tokens_leave_it_at_clip():
     enough, few = MatrixMoments(h, 64), MatrixMoments(h, 63)
     assert feeds_back(enough, 16) and not feeds_back(few, 16) and not feeds_back(None, 16)
     assert not feeds_back(MatrixMoments(h.diagonal(dim1=1, dim2=2).view(64, 1, 1), 1000), 16)
-    for found, expected in zip(
-        quantize_with_feedback(weight, 2, 16, few), quantize_clip(weight, 2, 16, few), strict=True
-    ):
+    for found, expected in zip(gptq.quantize(weight, 2, 16, few), clip.quantize(weight, 2, 16, few), strict=True):
         assert torch.equal(found, expected)
     fields = encode(weight, MatrixFormat("int2", 16), "gptq", enough)
     assert not torch.equal(fields["codes0"], encode(weight, MatrixFormat("int2", 16), "clip", enough)["codes0"])

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 
 import apex_engine
 from apex_engine.errors import ApexError
-from apex_engine.quantize.methods import encode
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.methods.encode import encode
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from models import make_model, save_model
 
 
@@ -63,7 +64,8 @@ def test_whole_layer_and_expert_by_expert_conversion_agree(source, monkeypatch):
     apart = list(found.expert(found.layers[1]))
     assert all(parameter.per_expert for parameter in found.layers[1].parameters.values())
     monkeypatch.setattr(
-        "apex_engine.quantize.source.ExpertParameter.per_expert", property(lambda self: self.converter is None)
+        "apex_engine.quantize.source.parameters.ExpertParameter.per_expert",
+        property(lambda self: self.converter is None),
     )
     whole = list(found.expert(found.layers[1]))
     for a, b in zip(apart, whole, strict=True):
@@ -229,12 +231,13 @@ class TestRefusals:
         with pytest.raises(ApexError, match="--high bfloat16 or --high float16"):
             quantize(folder, tmp_path / "apex")
         manifest = quantize(folder, tmp_path / "apex", high="bfloat16")
-        assert manifest.high.up.name == "bfloat16" and 0 < manifest.errors["high.up"]["error"] < 0.004
+        low, high = (twin.layout for twin in manifest.twins)
+        assert high.up.name == "bfloat16" and 0 < manifest.errors["bfloat16.up"]["error"] < 0.004
         # The LOW twin is made of the float32 weights, not of the rounded or otherwise used ones.
         name = "model.layers.1.block_sparse_moe.experts.5.w2.weight"
-        expected = encode(load_file(folder / "model.safetensors")[name], manifest.low.down)
+        expected = encode(load_file(folder / "model.safetensors")[name], low.down)
         with safe_open(tmp_path / "apex" / manifest.layers[1].files[0], "pt") as file:
-            views = manifest.low.views(file.get_tensor("experts")[5])
+            views = low.views(file.get_tensor("experts")[5])
         assert all(torch.equal(views[f"down.{field}"], value) for field, value in expected.items())
 
 

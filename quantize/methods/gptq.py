@@ -18,13 +18,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apex_engine.checkpoint.moments import MatrixMoments
+from apex_engine.quantize.methods import clip
+
 ROWS = 4096  # handled at once
 STEP = 32  # columns whose effect on all later ones is applied in one matrix product
 ROUNDS = 3
 RIDGE = 1e-5  # of the refit, relative: keeps groups whose codes are all equal where they are
 
 
-def quantize_gptq(
+def quantize(
+    weight: Tensor, bits: int, group: int, moments: MatrixMoments | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float32 `[N, K]` -> uint8 codes `[N, K]`, float16 scale and zero `[N, K / g]`: `clip`, and `refine` on top where it can."""
+    found = clip.quantize(weight, bits, group, moments)
+    if moments and feeds_back(moments, group):
+        return refine(weight, *found, bits, moments.blocks)
+    return found
+
+
+def feeds_back(moments: MatrixMoments | None, group: int) -> bool:
+    """Whether this does more than `clip` with these moments."""
+    return moments is not None and moments.suffices and moments.blocks.shape[1] % group == 0
+
+
+def refine(
     weight: Tensor, codes: Tensor, scale: Tensor, zero: Tensor, bits: int, blocks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Better codes uint8 `[N, K]`, scale and zero float16 `[N, K / g]`, from those given, e.g. by `clip`.
@@ -41,13 +59,13 @@ def quantize_gptq(
         columns, groups = slice(b * size, (b + 1) * size), slice(b * size // group, (b + 1) * size // group)
         for start in range(0, len(weight), ROWS):
             rows = slice(start, start + ROWS)
-            block = _Block(weight[rows, columns].T.contiguous(), h, bits, group)
+            block = Block(weight[rows, columns].T.contiguous(), h, bits, group)
             found = block.solve(order, upper, codes[rows, columns], scale[rows, groups], zero[rows, groups])
             codes[rows, columns], scale[rows, groups], zero[rows, groups] = found
     return codes, scale, zero
 
 
-class _Block:
+class Block:
     """Some rows and B columns of a matrix: `w` float32 `[B, N]`."""
 
     def __init__(self, w: Tensor, h: Tensor, bits: int, group: int) -> None:
@@ -56,13 +74,13 @@ class _Block:
     def solve(
         self, order: Tensor, upper: Tensor, codes: Tensor, scale: Tensor, zero: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """codes `[N, B]`, scale and zero `[N, G]`, as given and as returned. `order`, `upper`: as for `_feed_back`."""
+        """codes `[N, B]`, scale and zero `[N, G]`, as given and as returned. `order`, `upper`: as for `feed_back`."""
         q, s, z = codes.T.float(), scale.T.contiguous(), zero.T.contiguous()
-        least = self._error(q, s, z)
+        least = self.error(q, s, z)
         for turn in range(1 + ROUNDS):
-            new_s, new_z = (s, z) if turn == 0 else self._refit(q, s, z)
-            new_q = self._descend(q, new_s, new_z) if turn else self._feed_back(order, upper, s, z)
-            error = self._error(new_q, new_s, new_z)
+            new_s, new_z = (s, z) if turn == 0 else self.refit(q, s, z)
+            new_q = self.descend(q, new_s, new_z) if turn else self.feed_back(order, upper, s, z)
+            error = self.error(new_q, new_s, new_z)
             better = error < least
             least = torch.where(better, error, least)
             q, s, z = (torch.where(better, *pair) for pair in ((new_q, q), (new_s, s), (new_z, z)))
@@ -71,7 +89,7 @@ class _Block:
     def _value(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
         return ((q.unflatten(0, (-1, self.group)) - z.float()[:, None]) * s.float()[:, None]).flatten(0, 1)
 
-    def _error(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    def error(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
         """Squared output error of each row, `[N]`."""
         missed = self.w - self._value(q, s, z)
         return (missed * (self.h @ missed)).sum(0)
@@ -84,7 +102,7 @@ class _Block:
         wide = s.float().repeat_interleave(self.group, 0)
         return wide, torch.where(wide > 0, wide, 1.0), z.float().repeat_interleave(self.group, 0)
 
-    def _feed_back(self, order: Tensor, upper: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    def feed_back(self, order: Tensor, upper: Tensor, s: Tensor, z: Tensor) -> Tensor:
         """Codes `[B, N]`. `order` of the columns; `upper`: the Cholesky factor of the inverse of H in that order."""
         w = self.w[order]
         scale, divisor, zero = (part[order] for part in self._columns(s, z))
@@ -102,7 +120,7 @@ class _Block:
         result[order] = q
         return result
 
-    def _descend(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
+    def descend(self, q: Tensor, s: Tensor, z: Tensor) -> Tensor:
         """One sweep over the columns: codes `[B, N]` of no larger error."""
         scale, divisor, zero = self._columns(s, z)
         q, value = q.clone(), self._value(q, s, z)
@@ -118,7 +136,7 @@ class _Block:
             residual.addmm_(self.h[:, part], moves, alpha=-1)
         return q
 
-    def _refit(self, q: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def refit(self, q: Tensor, s: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero float16 `[G, N]`: the change of scale and offset (w ~ q * scale + offset) that lessens the error
         most; where it leaves the range of float16, none."""
         grouped = q.unflatten(0, (-1, self.group)).permute(2, 0, 1)  # [N, G, g]

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat, dequantize
-from apex_engine.quantize.methods import encode, quantize_hqq, quantize_int8
+from apex_engine.quantize.methods import hqq, int8
+from apex_engine.quantize.methods.encode import encode
 
 
 def decoded(weight: torch.Tensor, form: MatrixFormat, method: str = "clip") -> torch.Tensor:
@@ -40,7 +41,7 @@ def test_hqq_is_the_librarys_own_result():
 
     weight = torch.randn(64, 256) * 0.02
     packed, meta = Quantizer.quantize(weight, nbits=2, group_size=64, axis=1, device="cpu", bitpack=False)
-    codes, scale, zero = quantize_hqq(weight, 2, 64)
+    codes, scale, zero = hqq.quantize(weight, 2, 64)
     assert torch.equal(scale, meta["scale"].half().view_as(scale))
     assert torch.equal(zero, meta["zero"].half().view_as(zero))
     # Codes are taken anew for the rounded scale and zero, so that weights halfway between two codes may change sides.
@@ -51,7 +52,7 @@ def test_hqq_is_the_librarys_own_result():
 def test_int8_is_bitsandbytes_and_survives_rows_of_zeros():
     weight = torch.randn(8, 64)
     weight[3] = 0
-    codes, scale = quantize_int8(weight)
+    codes, scale = int8.quantize(weight)
     assert codes.abs().amax(1).tolist() == [127, 127, 127, 0, 127, 127, 127, 127]
     torch.testing.assert_close(scale, weight.abs().amax(1) / 127)
     assert ((codes * scale[:, None] - weight).abs() <= scale[:, None] / 2 + 1e-7).all()
