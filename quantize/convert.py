@@ -47,10 +47,9 @@ def convert(
     if finished := _finished(folder, wanted):
         (folder / JOURNAL).unlink(missing_ok=True)  # a run was killed at its very end
         return finished, False
+    known = moments.path if moments else None
     works = [
-        LayerWork(
-            source.folder, layer.number, folder, twins, options.low_method, moments.path if moments else None, device
-        )
+        LayerWork(source.folder, layer.number, folder, twins, options.low_method, known, device)
         for layer in source.layers
     ]
     plan = plan_dense(source)
@@ -62,10 +61,7 @@ def convert(
             else:
                 done = write_layer(work, source, progress)
                 journal.add(done.files, work.number, done.errors)
-        for file, tensors in plan.items():
-            if not journal.has((file,)):
-                guard = guard_name(source.layers[0].module) if file == list(plan)[-1] else None
-                journal.add({file: write_dense(source, folder / file, tensors, guard)})
+        _write_dense_part(source, folder, plan, journal)
         files = {**journal.files, **write_rest(name, source, folder, plan, twins)}
         manifest = Manifest(
             source=name,
@@ -91,6 +87,13 @@ def _finished(folder: Path, wanted: dict[str, Any]) -> Manifest | None:
     manifest = Manifest.read(folder)
     refuse_mix(folder, wanted, identity(manifest.fingerprint, manifest.options))
     return manifest
+
+
+def _write_dense_part(source: Source, folder: Path, plan: dict[str, list[str]], journal: Journal) -> None:
+    for file, tensors in plan.items():
+        if not journal.has((file,)):
+            guard = guard_name(source.layers[0].module) if file == list(plan)[-1] else None
+            journal.add({file: write_dense(source, folder / file, tensors, guard)})
 
 
 def _bytes_to_come(source: Source, works: list[LayerWork], plan: dict[str, list[str]], journal: Journal) -> int:
