@@ -13,12 +13,11 @@ from apex_engine.quantize.source.names import ALIASES
 
 
 def parser() -> argparse.ArgumentParser:
-    default = Options()
     p = argparse.ArgumentParser(
         prog="python -m apex_engine.quantize",
         description="Write an apex checkpoint: the model's dense part as it is, and two twins of every routed expert, HIGH "
-        "(16-bit or INT8) and LOW (INT2). One pass over the source, never more than about a layer in memory; a run that was "
-        "cut short goes on where it stopped.",
+        "(16-bit or INT8) and LOW (INT2, or what --low says). One pass over the source, never more than about a layer in "
+        "memory; a run that was cut short goes on where it stopped.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     p.add_argument("source", help=f"a model's directory, a hub id (owner/name), or one of: {', '.join(ALIASES)}")
@@ -34,6 +33,14 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="instead: SOURCE is an apex checkpoint; read it all and compare its checksums",
     )
+    _add_twins(p)
+    p.add_argument("--device", default="cpu", help="what does the arithmetic: cpu, cuda, cuda:1")
+    return p
+
+
+def _add_twins(p: argparse.ArgumentParser) -> None:
+    """The fields of `Options`."""
+    default = Options()
     p.add_argument(
         "--high",
         choices=high_forms(),
@@ -60,7 +67,6 @@ def parser() -> argparse.ArgumentParser:
         help="an apex checkpoint of the same model that `python -m apex_engine.calibrate` has been over: what its experts "
         "are given decides which weights of the LOW twin matter (default: all count the same)",
     )
-    p.add_argument("--device", default="cpu", help="what does the arithmetic: cpu, cuda, cuda:1")
     p.add_argument(
         "--low-down",
         type=int,
@@ -75,7 +81,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="G",
         help="inputs that share a scale and a zero in the LOW twin, one of 8, 16, 32, 64, 128, 256",
     )
-    return p
 
 
 def main(arguments: list[str] | None = None) -> None:

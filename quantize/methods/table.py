@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from apex_engine.checkpoint.moments import MatrixMoments
 
-METHODS = {
-    "hqq": "half-quadratic zero-points, by the hqq library",
-    "clip": "the best clip range of each group, then least squares",
-    "gptq": "clip, then error feedback across the columns; needs second moments",
-}
+METHODS = (
+    "hqq",  # half-quadratic zero-points, by the hqq library
+    "clip",  # the best clip range of each group, then least squares
+    "gptq",  # clip, then error feedback across the columns; needs second moments
+)
 
 
 class Method(Protocol):
