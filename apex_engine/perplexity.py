@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     texts, missing = read_windows(args.text, manifest, tokenizer, args.tokens, args.length, stride)
     if missing:
         raise ApexError(f"{missing[0].removeprefix('text: ')} with --text")
-    pair, mode, ledger = load_pair(args, folder, args.reference), _mode(args), Ledger()
+    pair, mode, ledger = load_pair(args, folder, args.reference), _mode(args), Ledger(manifest.words)
     last = None if stride == args.length else stride
 
     def watch(windows: tuple[Tensor, ...]) -> Iterable[Tensor]:

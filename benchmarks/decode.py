@@ -28,15 +28,17 @@ from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, quieten, run, say
 from apex_engine.config import Config
 from apex_engine.core.ledger import TWINS
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId
 from apex_engine.errors import ApexError
 from apex_engine.eval.machine import machine
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ALIGN
 from apex_engine.memory.loader import BLOCK, WORKERS
 from apex_engine.memory.store import ExpertStore
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from apex_engine.runtime.engine import Engine
 from benchmarks.kernels import copy_bandwidth
 from benchmarks.synthetic import SHAPES, Model, Trace, write_store
@@ -257,7 +259,7 @@ def disk_rate(folder: Path) -> float:
         expert, start = some[block[0]], block[1]
         part = raw[block[0] % WORKERS]
         part = part[-part.data_ptr() % ALIGN :][start : min(start + BLOCK, stride)]
-        store.read(expert, Precision.HIGH, part.numpy(), start)
+        store.read(expert, len(manifest.twins), part.numpy(), start)
         return len(part)
 
     with ThreadPoolExecutor(WORKERS) as pool:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from apex_engine.cli.console import run
 from apex_engine.eval.texts import domains
-from apex_engine.quantize.source import resolve
+from apex_engine.quantize.source.names import resolve
 
 FOLDER = Path(__file__).resolve().parent.parent / "eval" / "tasks" / "apex_demo"
 DOCUMENTS, CONTINUATIONS, CLOZES, REFERENCES = 40, 300, 300, 100  # items a domain

@@ -25,8 +25,11 @@ from apex_engine.kernels.base import Routed
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.reference import Reference
 from apex_engine.kernels.registry import pick
-from apex_engine.quantize.convert import Options, convert, make_blob
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.blob import make_blob
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from benchmarks import decode
 from benchmarks.kernels import SWIGLU, benchmark
 

@@ -21,7 +21,7 @@ from apex_engine.kernels.base import Activation, Kernel, Routed, swiglu
 from apex_engine.kernels.layout import RAW, ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.reference import Reference
 from apex_engine.kernels.registry import KERNELS, pick
-from apex_engine.quantize.convert import make_blob
+from apex_engine.quantize.blob import make_blob
 
 SHAPES = {  # (intermediate, hidden)
     "mixtral": (14336, 4096),

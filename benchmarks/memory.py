@@ -21,8 +21,9 @@ import apex_engine
 from apex_engine.cli.console import quieten, run
 from apex_engine.errors import human
 from apex_engine.eval.machine import machine
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
 
 SHAPE = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8192}
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 8192}

@@ -18,7 +18,7 @@ from apex_engine.cli.console import run
 from apex_engine.eval.machine import machine
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat, dequantize
 from apex_engine.memory.probe import parse_device
-from apex_engine.quantize.methods import encode
+from apex_engine.quantize.methods.encode import encode
 
 SHAPES = {
     "Mixtral up": (1024, 4096),

@@ -25,7 +25,7 @@ from apex_engine.checkpoint.manifest import LayerEntry, Manifest, Twin
 from apex_engine.cli.console import console
 from apex_engine.kernels.base import Activation, swiglu
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.quantize.convert import make_blob
+from apex_engine.quantize.blob import make_blob
 
 SWIGLU = Activation(swiglu, swiglu=True)
 

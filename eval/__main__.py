@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         results[who] = run_tasks(bench, who, tokenizer, manager, output / "cache")
         seconds[who] = time.perf_counter() - start
     rows, skipped = task_rows(results[REFERENCE], {mode: results[mode] for mode in args.modes})
-    ledgers = {mode: Ledger() for mode in args.modes}
+    ledgers = {mode: Ledger(pair.engine.manifest.words) for mode in args.modes}
     texts = {}
     for name, some in windows.items():
         say(f"{name}: {len(some)} windows of {args.length} tokens")

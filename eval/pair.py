@@ -18,7 +18,7 @@ from apex_engine.errors import ApexError, first_line
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import read_text, strided, token_ids
 from apex_engine.memory.probe import parse_device
-from apex_engine.quantize.source import ALIASES
+from apex_engine.quantize.source.names import ALIASES
 from apex_engine.runtime.hook import load
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"

@@ -14,8 +14,10 @@ from transformers.utils import logging as transformers_logging
 
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.cli.console import run
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import ALIASES, Source
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import ALIASES
 from models import save_model
 
 transformers_logging.set_verbosity_error()

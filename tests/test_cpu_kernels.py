@@ -11,7 +11,7 @@ from apex_engine.kernels.base import Activation, Routed
 from apex_engine.kernels.cpu import native
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.reference import Reference, matrix_linear, round_inputs
-from apex_engine.quantize.convert import make_blob
+from apex_engine.quantize.blob import make_blob
 
 ISAS = [isa for isa in ("avx512-vnni", "avx2", "neon", "generic") if native.select(isa)]
 SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)

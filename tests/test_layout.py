@@ -6,7 +6,7 @@ from torch.nn.functional import silu
 
 from apex_engine.kernels.layout import ALIGN, FIELD_ALIGN, ExpertShape, Layout, MatrixFormat, dequantize
 from apex_engine.kernels.reference import expert_ffn
-from apex_engine.quantize.convert import make_blob
+from apex_engine.quantize.blob import make_blob
 
 FORMATS = [
     MatrixFormat("int2", 32),

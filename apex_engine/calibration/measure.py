@@ -90,14 +90,13 @@ def record(model: PreTrainedModel, folder: Path, rows: Tensor, settings: Setting
     engine: Engine = model.apex
     recorder = Recorder(folder, engine.manifest, settings.block)
     engine.decide("exact")
-    engine.observe = recorder
     try:
-        for some in rows.split(settings.batch_size):
-            with torch.no_grad():
-                model(input_ids=some.to(model.device), use_cache=False)
-            advance(len(some))
+        with engine.watched(recorder):
+            for some in rows.split(settings.batch_size):
+                with torch.no_grad():
+                    model(input_ids=some.to(model.device), use_cache=False)
+                advance(len(some))
     finally:
-        engine.observe = None
         recorder.close()
     return recorder
 

@@ -13,28 +13,30 @@ from torch import Tensor
 
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.checkpoint.moments import accumulate, block_size
-from apex_engine.core.dispatch import Use
+from apex_engine.core.events import Handlers
 from apex_engine.core.scorer import scores
 from apex_engine.core.thresholds import BINS, Profile, bin_of
-from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.core.vocabulary import ExpertId
 from apex_engine.kernels.base import Views
 from apex_engine.kernels.layout import MATRICES
 from apex_engine.kernels.reference import expert_ffn, matrix_linear
-from apex_engine.memory.cache import Pool
+from apex_engine.memory.pool import Pool
 from apex_engine.memory.store import ExpertStore
-from apex_engine.runtime.engine import Job
+from apex_engine.runtime.device import Applied, Job
 
 
 class Recorder:
-    """Watches an exact pass: second moments of every expert's inputs, and how far its LOW twin's output is from its HIGH's.
+    """A sink that watches an exact pass: second moments of every expert's inputs, and how far its LOW twin's output is from its
+    HIGH's.
 
     What is measured is weighted by the gate, as the outputs themselves are.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, block: int) -> None:
         self._store = ExpertStore(folder, manifest)
-        self._layouts = manifest.high, manifest.low
-        self._buffer = Pool(manifest.low, 1, torch.device("cpu")).memory[0]
+        self.handlers: Handlers = {Applied: self._applied}
+        self._lowest, self._highest = manifest.precisions[0], manifest.precisions[-1]
+        self._buffer = Pool(manifest.layout(self._lowest), 1, torch.device("cpu")).memory[0]
         self._manifest = manifest
         layers, experts = len(manifest.layers), manifest.experts
         self.moments = [
@@ -49,20 +51,22 @@ class Recorder:
     @staticmethod
     def shapes(manifest: Manifest, block: int) -> dict[str, tuple[int, ...]]:
         """Of one layer's moments, `[E, K / B, B, B]`."""
-        columns = {matrix: manifest.low.shape.matrix(matrix)[1] for matrix in MATRICES}
-        sizes = {m: block_size(k, block, manifest.low.format(m).group) for m, k in columns.items()}
+        low = manifest.layout(manifest.precisions[0])
+        columns = {matrix: low.shape.matrix(matrix)[1] for matrix in MATRICES}
+        sizes = {m: block_size(k, block, low.format(m).group) for m, k in columns.items()}
         return {
             matrix: (manifest.experts, k // sizes[matrix], sizes[matrix], sizes[matrix])
             for matrix, k in columns.items()
         }
 
-    def __call__(self, job: Job, use: Use, views: Views) -> None:
+    def _applied(self, event: Applied) -> None:
+        job, use, views = event
         bins, mass = self._of_step(job)
         layer, expert = job.layer, use.expert
         choices = job.out.shape[1]
         x = job.x[torch.from_numpy(use.tokens).to(job.x.device)].float()
         gates = job.gates[torch.from_numpy(use.tokens * choices + use.choices).to(job.x.device)]
-        high, low = self._layouts
+        high, low = (self._manifest.layout(precision) for precision in (self._highest, self._lowest))
         inner = job.activation.apply(matrix_linear(x, views, "up", high))
         exact = matrix_linear(inner, views, "down", high)
         other = expert_ffn(x, self._low_views(ExpertId(layer, expert), job.x.device), low, job.activation.apply)
@@ -93,9 +97,9 @@ class Recorder:
         return self._step[1:]
 
     def _low_views(self, expert: ExpertId, device: torch.device) -> Views:
-        self._store.read(expert, Precision.LOW, self._buffer.numpy())
-        self._store.verify(expert, Precision.LOW, self._buffer.numpy())
-        return self._manifest.low.views(self._buffer.to(device))
+        self._store.read(expert, self._lowest, self._buffer.numpy())
+        self._store.verify(expert, self._lowest, self._buffer.numpy())
+        return self._manifest.layout(self._lowest).views(self._buffer.to(device))
 
     def profile(self) -> Profile:
         return Profile(**{name: sums / max(self._seen, 1) for name, sums in self._sums.items()})

@@ -65,7 +65,7 @@ def sensitivities(trials: Trials, profile: Profile, advance: Advance) -> np.ndar
     result = np.zeros(layers)
     for layer in range(layers):
         t1 = tuple(-1.0 if i == layer else 1.0 for i in range(layers))
-        found, _ = trials.measure(Thresholds(t1, (1.0,) * layers, ""), advance)
+        found, _ = trials.measure(Thresholds.of(t1, (1.0,) * layers), advance)
         result[layer] = max(found.kl.mean().item(), 0.0) / profile.low_error[layer].sum()
     return result
 
@@ -75,11 +75,12 @@ def search(
 ) -> tuple[Thresholds, dict[str, Any], list[dict[str, Any]]]:
     """The thresholds that save most within the limit, their point of the curve, and the whole curve, by rising KL."""
     points: list[tuple[float, Thresholds, dict[str, Any]]] = []
+    low, high = (twin.layout.stride for twin in manifest.twins)
     correction = 1.0  # of the limit, to the KL that is estimated: layers do not quite add up
 
     def attempt(goal: float) -> float:
         """Thresholds estimated to reach `goal`, measured: the share of `goal` that came out."""
-        thresholds, _ = cheapest(profile, sensitivity, manifest.high.stride, manifest.low.stride, goal * correction)
+        thresholds, _ = cheapest(profile, sensitivity, high, low, goal * correction)
         found, stats = trials.measure(thresholds, advance)
         reached = limit.of(found)
         calls, mass = stats["share_of_calls"], stats["share_of_gate_mass"]
@@ -113,4 +114,5 @@ def search(
 
 def saved_share(point: dict[str, Any], manifest: Manifest) -> float:
     """Of the bytes of all HIGH twins, if nothing is resident."""
-    return point["share_low"] * (1 - manifest.low.stride / manifest.high.stride) + point["share_skip"]
+    low, high = (twin.layout.stride for twin in manifest.twins)
+    return float(point["share_low"] * (1 - low / high) + point["share_skip"])

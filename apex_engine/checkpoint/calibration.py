@@ -20,23 +20,23 @@ CALIBRATION_VERSION = 1
 def resolve(config: Config, folder: Path, manifest: Manifest) -> Thresholds:
     """Those of `config` where it names any, else the calibration's, else the defaults. Raises ApexError for a calibration of
     other twins."""
-    layers = len(manifest.layers)
+    layers, twins = len(manifest.layers), len(manifest.twins)
     t1, t2, first_t1 = DEFAULTS[config.thresholds]
     given = [config.t1, config.t2, config.first_t1]
     if given != [None, None, None]:
         t1, t2, first_t1 = (new if new is not None else old for new, old in zip(given, (t1, t2, first_t1), strict=True))
         if not t1 <= t2:
             raise ApexError(f"thresholds must satisfy t1 <= t2, not t1 {t1}, t2 {t2}: give both")
-        return Thresholds.uniform(layers, t1, t2, first_t1, "given")
+        return Thresholds.uniform(layers, t1, t2, first_t1, "given", twins)
     content = None if config.mode == "exact" else read_calibration(folder, manifest)
     if content is None:
         which = "MoE-APEX's for Mixtral" if config.thresholds == "quantile" else "default"
-        return Thresholds.uniform(layers, t1, t2, first_t1, f"{which}, not calibrated")
+        return Thresholds.uniform(layers, t1, t2, first_t1, f"{which}, not calibrated", twins)
     if config.thresholds == "quantile":
         t1, t2 = content["quantiles"]
-        return Thresholds.uniform(layers, t1, t2, t1, "quantiles of the scores")
+        return Thresholds.uniform(layers, t1, t2, t1, "quantiles of the scores", twins)
     found = content["thresholds"]
-    return Thresholds(tuple(found["t1"]), tuple(found["t2"]), f"calibrated for {content['limit']}")
+    return Thresholds.of(found["t1"], found["t2"], f"calibrated for {content['limit']}")
 
 
 def read_calibration(folder: Path, manifest: Manifest) -> dict[str, Any] | None:

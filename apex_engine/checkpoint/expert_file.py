@@ -27,6 +27,7 @@ TENSOR = "experts"  # name of the one tensor in an expert file
 
 
 def expert_file_name(number: int, form: str) -> str:
+    """The file of the layer with this number in the model, for the twin called `form`."""
     return f"experts/layer-{number:03d}.{form}.safetensors"
 
 

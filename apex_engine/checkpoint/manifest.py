@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from apex_engine.checkpoint.atomic import atomic_file, sha256_of
+from apex_engine.checkpoint.twin import Twin
+from apex_engine.checkpoint.version1 import as_of_now
 from apex_engine.core.vocabulary import Words
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import Layout
 
 FORMAT_VERSION = 2
-READABLE = (1, 2)  # version 1 had exactly two twins, named high and low
+READABLE = (1, 2)
 MANIFEST = "apex.json"
 
 
@@ -34,14 +36,6 @@ class FileEntry:
     nbytes: int
     sha256: str
     blobs: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Twin:
-    """One form of every routed expert. `name` is that of its form: "int2", "bfloat16"."""
-
-    name: str
-    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,10 @@ class Manifest:
     layers: tuple[LayerEntry, ...]
     dense_bytes: int
     files: dict[str, FileEntry] = field(default_factory=dict)
-    errors: dict[str, Any] = field(default_factory=dict)  # relative error by twin and matrix, and the worst tensors
-    fallbacks: dict[str, int] = field(default_factory=dict)  # matrices made in a simpler way, for want of tokens
+    errors: dict[str, Any] = field(default_factory=dict)  # relative error by "int2.down", and the worst expert
+    fallbacks: dict[str, int] = field(
+        default_factory=dict
+    )  # grouped matrices made in a simpler way, for want of tokens
 
     @property
     def precisions(self) -> range:
@@ -136,7 +132,7 @@ class Manifest:
                     f"{path} has format version {content['version']}, this is version {FORMAT_VERSION}: delete "
                     f"{folder} and quantize again"
                 )
-            manifest = cls._parse(_as_of_now(content) if content["version"] == 1 else content)
+            manifest = cls._parse(as_of_now(content) if content["version"] == 1 else content)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ApexError(
                 f"{path} is damaged ({error!r}): copy it again, or delete {folder} and quantize again"
@@ -175,19 +171,6 @@ class Manifest:
             if found != entry.nbytes:
                 what = "is missing" if found is None else f"has {found:,} bytes instead of {entry.nbytes:,}"
                 raise ApexError(f"{path} {what}: copy it again, or delete {folder} and quantize again")
-
-
-def _as_of_now(old: dict[str, Any]) -> dict[str, Any]:
-    """The content of a manifest of version 1 as this version writes it."""
-    names = {twin: old[twin]["up"]["name"] for twin in ("low", "high")}
-    return {
-        **old,
-        "twins": [{"name": names[twin], "layout": old[twin]} for twin in ("low", "high")],
-        "layers": [
-            {"number": layer["number"], "module": layer["module"], "files": [layer["low"], layer["high"]]}
-            for layer in old["layers"]
-        ],
-    }
 
 
 def guard_name(module: str) -> str:

@@ -14,8 +14,9 @@ from apex_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from apex_engine.cli.console import say
 from apex_engine.cli.quantizing import quantize
 from apex_engine.errors import ApexError, first_line
-from apex_engine.quantize.convert import JOURNAL, Options
-from apex_engine.quantize.source import ALIASES, resolve
+from apex_engine.quantize.journal import JOURNAL
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.names import ALIASES, resolve
 
 
 def demo_checkpoint() -> Path:

@@ -94,15 +94,20 @@ def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def loading_bars() -> Iterator[Callable[[str, int, int], None]]:
     """What `apex_engine.load` may be given as `progress`, (what, done, total), while the block lasts: a transient bar for each
     `what`, from its first call on."""
-    with progress_bar("{task.description}", transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    bar = progress_bar("{task.description}", transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def told(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done, total=total, visible=done < total)
+    def told(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            bar.start()  # again, it does nothing
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done, total=total, visible=done < total)
 
+    try:
         yield told
+    finally:
+        if tasks:
+            bar.stop()
 
 
 def say(text: str) -> None:

@@ -11,12 +11,12 @@ from transformers import TextStreamer, set_seed
 
 from apex_engine.checkpoint.calibration import resolve
 from apex_engine.cli.checkpoint import open_checkpoint, read_tokenizer
-from apex_engine.cli.console import quieten, say
+from apex_engine.cli.console import loading_bars, quieten, say
 from apex_engine.cli.options import engine_config
 from apex_engine.cli.prompts import encode, read_prompt
 from apex_engine.cli.tables import show_plan, show_stats
 from apex_engine.errors import ApexError
-from apex_engine.memory.plan import kv_bytes, make_plan
+from apex_engine.memory.plan import plan_model
 from apex_engine.memory.probe import parse_device
 from apex_engine.runtime.hook import load, read_config
 
@@ -39,18 +39,18 @@ def generate(args: argparse.Namespace, sampling: dict[str, Any]) -> None:
     context = _check_length(model_config, ids.shape[1], args.max_new_tokens)
     config = replace(config, context=context)
     dtype = (model_config.dtype or torch.float32) if args.dtype == "auto" else getattr(torch, args.dtype)
-    dense = manifest.dense_bytes * dtype.itemsize // (model_config.dtype or dtype).itemsize
-    kv = kv_bytes(model_config, context, dtype.itemsize)
     thresholds = resolve(config, folder, manifest)
-    plan = make_plan(config, manifest, dense, kv, thresholds.calibrated)
+    plan = plan_model(config, manifest, model_config, dtype.itemsize, thresholds.calibrated)
     if args.stats == "table":
-        show_plan(plan, config, kv, manifest.words)
+        show_plan(plan, config, manifest.words)
         if config.mode != "exact":
             say(f"thresholds: {thresholds.origin}")
     if args.stats != "json" and config.mode == "adaptive":
         say(ADAPTIVE)
 
-    model = load(folder, dtype=None if args.dtype == "auto" else args.dtype, device=device, **vars(config))
+    kind = None if args.dtype == "auto" else args.dtype
+    with loading_bars() as told:
+        model = load(folder, dtype=kind, device=device, progress=told, **vars(config))
     set_seed(args.seed)
     inputs = ids.to(device)
     try:

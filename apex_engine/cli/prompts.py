@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from apex_engine.errors import ApexError, first_line
-from apex_engine.quantize.source import ALIASES
+from apex_engine.quantize.source.names import ALIASES
 
 DEMO_PROMPT = "Rev3:1 And I saw a great"
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.table import Table
-
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, progress_bar, say
-from apex_engine.errors import human
-from apex_engine.kernels.layout import MATRICES
-from apex_engine.quantize.convert import JOURNAL, Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.cli.twin_table import twin_lines, twin_table
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.journal import JOURNAL
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 
 
 def quantize(
@@ -43,34 +43,10 @@ def quantize(
     if done:
         for note in source.notes:
             say(f"note: {note}")
-        report(manifest)
+        console.print(twin_table(manifest))
+        for line in twin_lines(manifest):
+            say(line)
         say(f"written to {folder}")
     else:
         say(f"{folder} is complete already: nothing to do")
     return manifest
-
-
-def report(manifest: Manifest) -> None:
-    """Print what the twins cost in bytes and in error."""
-    experts = manifest.experts * len(manifest.layers)
-    table = Table(title=f"{experts} experts in {len(manifest.layers)} layers, dense part {human(manifest.dense_bytes)}")
-    for column in ("twin", "matrix", "format", "relative error", "worst one", "at layer, expert"):
-        table.add_column(column, justify="left" if column in ("twin", "matrix", "format") else "right")
-    for twin, layout in (("high", manifest.high), ("low", manifest.low)):
-        for matrix in MATRICES:
-            row = manifest.errors[f"{twin}.{matrix}"]
-            worst = row["worst"]
-            at = f"{worst['layer']}, {worst['expert']}" if worst["error"] else "exact"
-            form = layout.format(matrix).name
-            table.add_row(twin.upper(), matrix, form, f"{row['error']:.4f}", f"{worst['error']:.4f}", at)
-    console.print(table)
-    for twin, layout in (("HIGH", manifest.high), ("LOW", manifest.low)):
-        say(
-            f"{twin:4} {layout.stride:,} bytes an expert, {layout.bits_per_weight:.2f} bits a weight with scales and "
-            f"padding, {human(layout.stride * experts)} in all"
-        )
-    for what, count in manifest.fallbacks.items():
-        say(
-            f"note: {count} LOW matrices of {2 * experts} are {what}: too few calibration tokens chose their experts (calibrate "
-            "with more --tokens), or the calibration's --block is smaller than a group"
-        )

@@ -15,15 +15,20 @@ from apex_engine.errors import human
 from apex_engine.memory.plan import Plan
 
 
-def show_plan(plan: Plan, config: Config, kv: int | None, words: Words) -> None:
-    """What will be held in memory, before anything is loaded. `kv`: bytes of the KV cache; `words`: of the precisions."""
+def show_plan(plan: Plan, config: Config, words: Words) -> None:
+    """What will be held in memory, before anything is loaded. `words`: of the precisions."""
     ahead = f"prefetch {config.prefetch} layers ahead" if config.prefetch else "no prefetch"
     title = f"plan: mode {config.mode}, policy {config.policy}, {ahead}, prompts {config.admission}"
     table = Table(title=title, title_justify="left")
     for column in ("in memory", "bytes", "what"):
         table.add_column(column, justify="right" if column == "bytes" else "left")
     table.add_row("dense weights", human(plan.dense_bytes), "attention, norms, routers, embeddings")
-    table.add_row("KV cache", "unknown" if kv is None else human(kv), f"{config.context} tokens at most")
+    table.add_row(
+        "KV cache", "unknown" if plan.kv_bytes is None else human(plan.kv_bytes), f"{config.context} tokens at most"
+    )
+    table.add_row(
+        "step outputs", human(plan.step_bytes), "of a layer's chosen experts, before they are summed, at most"
+    )
     for precision, slots in sorted(plan.slots.items(), reverse=True):
         what = f"{slots} of {plan.experts} experts ({slots / plan.experts:.0%}), {human(plan.stride[precision])} each"
         table.add_row(f"{words[precision].upper()} slots", human(slots * plan.stride[precision]), what)
@@ -31,7 +36,7 @@ def show_plan(plan: Plan, config: Config, kv: int | None, words: Words) -> None:
         what = f"{slots} of {plan.experts} experts, in host memory"
         table.add_row(f"{words[precision].upper()}, host tier", human(slots * plan.stride[precision]), what)
     console.print(table)
-    all_high = plan.experts * plan.stride[max(plan.stride)]
+    all_high = plan.experts * plan.stride[plan.top]
     share = (
         f"as much as {plan.budget / all_high:.0%} of all HIGH twins" if plan.budget < 10 * all_high else "more than all"
     )

@@ -1,5 +1,7 @@
 """From what a layer's tokens want to which twin serves which token: the table of the scorer, as arithmetic.
 
+With two twins:
+
     wanted  resident             what happens
     HIGH    HIGH                 HIGH
     HIGH    LOW or none          fetch HIGH: a resident LOW does not satisfy it
@@ -8,11 +10,11 @@
     SKIP    HIGH, LOW            the better of them: it is free
     SKIP    none                 dropped for this token
 
-With `degrade`, HIGH wanted and only LOW resident: LOW serves, and the caller fetches HIGH for later.
+With any number of them: the best that is resident if that is enough, else what is wanted. With `degrade`, the best that is
+resident serves where there is one, and the caller fetches what is wanted for later.
 
 An expert that several tokens chose is served to all of them at the highest precision any of them wants, and is dropped only
-when all of them would. In `deterministic` mode every token gets exactly what its own score says, resident or not; in `exact`
-mode everything is HIGH.
+when all of them would. Without a residency every token gets exactly what its own score says, resident or not.
 
 Letters: T tokens, K chosen experts a token.
 """
@@ -20,21 +22,19 @@ Letters: T tokens, K chosen experts a token.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from apex_engine.core.vocabulary import Precision
+from apex_engine.core.residency import Residency
+from apex_engine.core.vocabulary import ExpertId, Precision
 
-PRECISIONS = tuple(Precision)
 TOKEN, CHOICE = np.zeros(1, np.int64), np.arange(1024)  # of one token's pairs
-Resident = Callable[[int, Precision], bool]
 
 
-class Use(NamedTuple):
-    """One twin and the (token, choice) pairs it serves. Precision.SKIP: the pairs that are dropped."""
+class Served(NamedTuple):
+    """One twin and the (token, choice) pairs it serves. Precision SKIP: the pairs that are dropped."""
 
     expert: int
     precision: Precision
@@ -43,43 +43,39 @@ class Use(NamedTuple):
 
 
 def dispatch(
-    chosen: NDArray[np.int64], wanted: NDArray[np.int8], mode: str, resident: Resident, degrade: bool = False
-) -> list[Use]:
-    """Router choices `[T, K]` and wanted precisions `[T, K]` -> uses, each pair in exactly one.
+    layer: int,
+    chosen: NDArray[np.int64],
+    wanted: NDArray[np.int8],
+    residency: Residency | None,
+    degrade: bool = False,
+) -> list[Served]:
+    """Router choices `[T, K]` and wanted precisions `[T, K]` of a layer -> what serves them, each pair in exactly one.
 
-    `resident(expert, precision)` is asked in adaptive mode only.
+    `residency`: None where what is resident must make no difference.
     """
     if len(chosen) == 1:  # decoding: no two pairs have the same expert
-        uses = []
+        served = []
         for i, (expert, wish) in enumerate(zip(chosen[0].tolist(), wanted[0].tolist(), strict=True)):
-            precision = Precision.HIGH if mode == "exact" else PRECISIONS[wish]
-            if mode == "adaptive":
-                precision = _served(expert, precision, resident, degrade)
-            uses.append(Use(expert, precision, TOKEN, CHOICE[i : i + 1]))
-        return uses
+            precision = serve(ExpertId(layer, expert), wish, residency, degrade) if residency is not None else wish
+            served.append(Served(expert, precision, TOKEN, CHOICE[i : i + 1]))
+        return served
     flat, wishes = chosen.ravel(), wanted.ravel()
     order = flat.argsort(kind="stable")
     ranked = flat[order]
     bounds = [0, *(np.flatnonzero(ranked[1:] != ranked[:-1]) + 1).tolist(), len(flat)]
-    uses = []
+    served = []
     for start, stop in itertools.pairwise(bounds if len(flat) else []):
         expert, pairs = int(ranked[start]), order[start:stop]
-        if mode == "deterministic":
-            of_expert = wishes[pairs]
-            split = [(p, pairs[of_expert == p]) for p in reversed(Precision)]
-        elif mode == "exact":
-            split = [(Precision.HIGH, pairs)]
+        of_expert = wishes[pairs]
+        if residency is not None:
+            split = [(serve(ExpertId(layer, expert), int(of_expert.max()), residency, degrade), pairs)]
         else:
-            split = [(_served(expert, Precision(wishes[pairs].max()), resident, degrade), pairs)]
-        uses += [Use(expert, p, *np.divmod(some, chosen.shape[1])) for p, some in split if some.size]
-    return uses
+            split = [(p, pairs[of_expert == p]) for p in sorted(set(of_expert.tolist()), reverse=True)]
+        served += [Served(expert, p, *np.divmod(some, chosen.shape[1])) for p, some in split]
+    return served
 
 
-def _served(expert: int, wish: Precision, resident: Resident, degrade: bool) -> Precision:
-    if resident(expert, Precision.HIGH):
-        return Precision.HIGH
-    if wish is Precision.HIGH:
-        return Precision.LOW if degrade and resident(expert, Precision.LOW) else Precision.HIGH
-    if wish is Precision.LOW or resident(expert, Precision.LOW):
-        return Precision.LOW
-    return Precision.SKIP
+def serve(expert: ExpertId, wish: Precision, residency: Residency, degrade: bool = False) -> Precision:
+    """The precision at which an expert that is worth `wish` is used."""
+    best = residency.best(expert)
+    return best if best >= wish or (degrade and best) else wish

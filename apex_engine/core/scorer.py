@@ -5,10 +5,14 @@ token-level loading; HOBBIT uses the same rule):
 
     s_0 = 0,  s_i = sum over j < i of |g_j|         s <= T1: HIGH    T1 < s <= T2: LOW    s > T2: SKIP
 
+With n twins there are n thresholds, T1 <= .. <= Tn: each one that the score passes costs a precision, from n down to SKIP.
+
 Letters: T tokens, K chosen experts a token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,30 +35,33 @@ def scores(weights: NDArray[np.float32]) -> NDArray[np.float64]:
     return result
 
 
-def wanted(weights: NDArray[np.float32], t1: float, t2: float) -> NDArray[np.int8]:
-    """Precision (as its integer) that each chosen expert of each token is worth: gate weights `[T, K]` -> `[T, K]`.
+def wanted(weights: NDArray[np.float32], thresholds: Sequence[float]) -> NDArray[np.int8]:
+    """Precision that each chosen expert of each token is worth: gate weights `[T, K]` -> `[T, K]`. `thresholds`: T1 .. Tn.
 
-    A gate weight that is not a number wants HIGH: nothing is dropped on account of it, and it shows in the output.
+    A gate weight that is not a number wants the highest: nothing is dropped on account of it, and it shows in the output.
     """
     if len(weights) == 1:  # decoding: the same without arrays
-        return np.array([_wanted_by_one(weights[0].tolist(), t1, t2)], np.int8)
+        return np.array([_wanted_by_one(weights[0].tolist(), thresholds)], np.int8)
     s = scores(weights)
-    result = np.full(s.shape, Precision.HIGH, np.int8)
-    result[s > t1] = Precision.LOW
-    result[s > t2] = Precision.SKIP
+    result = np.full(s.shape, len(thresholds), np.int8)
+    for threshold in thresholds:
+        result -= s > threshold
     return result
 
 
-def _wanted_by_one(weights: list[float], t1: float, t2: float) -> list[Precision]:
+def _wanted_by_one(weights: list[float], thresholds: Sequence[float]) -> list[Precision]:
     magnitude = [abs(weight) for weight in weights]
     order = sorted(range(len(magnitude)), key=lambda i: -magnitude[i])
     total, sum_before = 0.0, 0.0
     for i in order:
         total += magnitude[i]
-    result = [Precision.HIGH] * len(magnitude)
+    total = max(total, TINY)
+    result = [len(thresholds)] * len(magnitude)
     for i in order:
-        score = sum_before / max(total, TINY)
-        if score > t1:
-            result[i] = Precision.SKIP if score > t2 else Precision.LOW
+        score = sum_before / total
+        for threshold in thresholds:
+            if not score > threshold:
+                break
+            result[i] -= 1
         sum_before += magnitude[i]
     return result

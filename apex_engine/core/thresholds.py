@@ -14,7 +14,9 @@ Letters: L MoE layers, S bins of the score; the first bin holds each token's fir
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,22 +29,50 @@ DEFAULTS = {"calibrated": (0.5, 0.95, 0.75), "quantile": (0.6, 0.9, 0.6)}
 
 @dataclass(frozen=True)
 class Thresholds:
-    """T1 and T2 of each MoE layer, and where they come from."""
+    """The score's thresholds of each MoE layer, one for each twin, and where they come from.
 
-    t1: tuple[float, ...]
-    t2: tuple[float, ...]
-    origin: str
+    `bounds[layer]` is T1 <= .. <= Tn: the highest precision up to T1, skipped above Tn.
+    """
+
+    bounds: tuple[tuple[float, ...], ...]
+    origin: str = ""
+
+    @classmethod
+    def of(cls, t1: Sequence[float], t2: Sequence[float], origin: str = "") -> Thresholds:
+        """Of two twins, by layer."""
+        return cls(tuple(zip(t1, t2, strict=True)), origin)
+
+    @property
+    def t1(self) -> tuple[float, ...]:
+        """By layer: up to this, an expert comes at the highest precision."""
+        return tuple(bounds[0] for bounds in self.bounds)
+
+    @property
+    def t2(self) -> tuple[float, ...]:
+        """By layer: above this, an expert is skipped."""
+        return tuple(bounds[-1] for bounds in self.bounds)
 
     @property
     def calibrated(self) -> bool:
         return self.origin.startswith("calibrated")
 
     @classmethod
-    def uniform(cls, layers: int, t1: float, t2: float, first_t1: float, origin: str) -> Thresholds:
-        """The same everywhere, but for a first layer that is spared (unless `t1` is negative, which asks for LOW throughout)."""
+    def uniform(
+        cls, layers: int, t1: float, t2: float, first_t1: float, origin: str = "", twins: int = 2
+    ) -> Thresholds:
+        """The same everywhere, but for a first layer that is spared (unless `t1` is negative, which asks for LOW throughout).
+        Of more than two twins, the thresholds between t1 and t2 lie at equal distances; of one, there is t2 alone."""
         first = max(t1, first_t1) if t1 >= 0 else t1
-        rest = layers - 1
-        return cls((first, *[t1] * rest), (max(t2, first), *[t2] * rest), origin)
+        each, spared = _spread(t1, t2, twins), _spread(first, max(t2, first), twins)
+        return cls((spared, *[each] * (layers - 1)), origin)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return {"t1": list(self.t1), "t2": list(self.t2), "origin": self.origin}
+
+
+def _spread(t1: float, t2: float, twins: int) -> tuple[float, ...]:
+    return tuple(t2 if i == twins - 1 else t1 + (t2 - t1) * i / (twins - 1) for i in range(twins))
 
 
 @dataclass(frozen=True)
@@ -96,7 +126,7 @@ def cheapest(
         least, most = (middle, most) if fits else (least, middle)
     chosen = (kl - math.exp(least) * saved).argmin(1)
     t1, t2 = np.unravel_index(chosen, pairs)
-    found = Thresholds(tuple(np.where(t1 == 0, -1.0, (t1 - 1) / BINS).tolist()), tuple((t2 / BINS).tolist()), "")
+    found = Thresholds.of(np.where(t1 == 0, -1.0, (t1 - 1) / BINS).tolist(), (t2 / BINS).tolist())
     return found, float(kl[every, chosen].sum())
 
 

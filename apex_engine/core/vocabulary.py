@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
 from typing import NamedTuple
 
-
-class Precision(IntEnum):
-    """What a token gets of an expert, in increasing order, so that the highest of several wishes is their `max`."""
-
-    SKIP = 0
-    LOW = 1
-    HIGH = 2
-
-    @property
-    def word(self) -> str:
-        return self.name.lower()
+Precision = int
+"""What a token gets of an expert: the place of a twin in the checkpoint's list, from 1, fewest bytes first; 0 is SKIP. In
+increasing order, so that the highest of several wishes is their `max`."""
+SKIP: Precision = 0
 
 
 class ExpertId(NamedTuple):
@@ -24,6 +16,24 @@ class ExpertId(NamedTuple):
 
     layer: int
     expert: int
+
+
+class Geometry(NamedTuple):
+    """What decisions know of a model: MoE layers, experts a layer, and the bytes of an expert at each precision, SKIP first."""
+
+    layers: int
+    experts: int
+    nbytes: tuple[int, ...]
+
+    @property
+    def top(self) -> Precision:
+        """The highest precision."""
+        return len(self.nbytes) - 1
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(precisions, layers, experts), of a record of every twin."""
+        return len(self.nbytes), self.layers, self.experts
 
 
 class Words(tuple[str, ...]):
@@ -38,11 +48,11 @@ class Words(tuple[str, ...]):
         return cls(("skip", *{1: ("high",), 2: ("low", "high")}.get(len(forms), tuple(forms))))
 
     @property
-    def top(self) -> int:
+    def top(self) -> Precision:
         """The highest precision."""
         return len(self) - 1
 
     @property
     def twins(self) -> range:
-        """All precisions but SKIP, lowest first."""
-        return range(1, len(self))
+        """All precisions but SKIP, highest first: the order of tables."""
+        return range(len(self) - 1, 0, -1)

@@ -1,92 +1,71 @@
-"""The resident experts: two pools of fixed-size slots, HIGH and LOW. The same class holds the host tier.
+"""The resident experts: a pool of fixed-size slots for each precision. The same class holds the host tier.
 
-Nothing here takes a lock: whoever shares a cache between threads has one (loader.py).
-
-A slot's life:  free -> filling -> resident (pinned n times) -> free.  One owner at a time: whoever reserved a slot fills it and
-says so (`commit`) or gives it up (`abort`); a pinned or filling slot is never handed out.
+Nothing here takes a lock: whoever shares a cache between threads has one (tier.py). Whoever reserved a slot fills it and says so
+(`commit`) or gives it up (`abort`); a pinned or filling slot is never handed out.
 
 Two things keep what decoding needs where it is:
   masked     a twin expected by a coming layer makes room only for a demand that finds no other victim
-  streaming  a prompt goes through nearly all experts once: it fills free slots, each layer its share of them, takes the place of
-             twins of the same layer that the policy values less, and sends the rest through a few slots that it uses over and
-             over (`Pool.passing`)
+  streaming  a prompt goes through nearly all experts once (core/admission.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum
+from collections.abc import Iterable, Mapping, Set
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from apex_engine.core.admission import passes
+from apex_engine.core.events import Evicted, Stream
+from apex_engine.core.eviction import Victims, least_valued
 from apex_engine.core.policies import Policy
-from apex_engine.core.vocabulary import ExpertId, Precision
-from apex_engine.kernels.layout import ALIGN, Layout
-
-
-class State(Enum):
-    FREE = 0
-    FILLING = 1
-    RESIDENT = 2
-
-
-class Pool:
-    """Slots of one precision: one contiguous uint8 buffer `[slots, stride]` at an address O_DIRECT can read to."""
-
-    def __init__(self, layout: Layout, slots: int, device: torch.device, pinned: bool = False) -> None:
-        nbytes = slots * layout.stride + ALIGN
-        raw = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
-        start = -raw.data_ptr() % ALIGN
-        self.layout = layout
-        self.memory = raw[start : start + slots * layout.stride].view(slots, layout.stride)
-        # The same, for threads that should not ask torch.
-        self.bytes = self.memory.numpy() if device.type == "cpu" else None
-        self.state = [State.FREE] * slots
-        self.pins = np.zeros(slots, np.int64)
-        self.owner: list[ExpertId | None] = [None] * slots
-        self.slot_of: dict[ExpertId, int] = {}  # filling or resident
-        self.free = list(range(slots - 1, -1, -1))
-        self.layers, self.experts = np.full(slots, -1), np.full(slots, -1)  # of the owner, for the policy
-        self.evictable = np.zeros(slots, bool)  # resident and not pinned
-        self.masked = np.zeros(slots, bool)
-        self.passing = np.zeros(slots, bool)  # holds what a prompt streams through
-        # Two at least, so that one is filled while the other computes.
-        self.most_passing = max(slots // 8, 2 if slots > 4 else 1)
-
-    def __len__(self) -> int:
-        return len(self.state)
+from apex_engine.core.vocabulary import SKIP, ExpertId, Geometry, Precision
+from apex_engine.kernels.layout import Layout
+from apex_engine.memory.pool import Pool, State
 
 
 class ExpertCache:
-    """Which twin is where. Holds no file and starts no load.
+    """Which twin is where: a `Residency`. Holds no file and starts no load.
 
     `poison` fills slots that hold nothing valid with NaN bytes, so that a use of one cannot pass a test.
     """
 
     def __init__(
         self,
-        layouts: dict[Precision, Layout],
-        slots: dict[Precision, int],
+        geometry: Geometry,
+        layouts: Mapping[Precision, Layout],
+        slots: Mapping[Precision, int],
         policy: Policy,
         device: torch.device,
         pinned: bool = False,
         poison: bool = False,
+        stream: Stream | None = None,
     ) -> None:
-        self.pools = {precision: Pool(layouts[precision], n, device, pinned) for precision, n in slots.items() if n}
-        self._policy = policy
-        self._poison = poison
+        """`stream`: is told of every twin that makes room. `policy` is a sink of it; one is made for the policy where none is
+        given.
+        """
+        self.experts = geometry.layers * geometry.experts  # of the whole model
+        self.pools = {p: Pool(layouts[p], n, device, pinned, poison) for p, n in slots.items() if n}
+        self.victims = {p: Victims(geometry, policy, p) for p in self.pools}
+        self._policy, self._stream = policy, stream or Stream(policy)
+        for victims in self.victims.values():
+            self._stream.add(victims)
+        self._highest_first = sorted(self.pools, reverse=True)
         # layer -> what is masked until it has passed
         self._masked: dict[int, list[tuple[Precision, int, ExpertId]]] = {}
-        for pool in self.pools.values():
-            self._spoil(pool, slice(None))
 
     def find(self, expert: ExpertId, precision: Precision) -> int | None:
         """The slot of a resident twin, or None. Changes nothing; holds until the next `reserve` unless the slot is pinned."""
         pool = self.pools.get(precision)
-        slot = pool.slot_of.get(expert) if pool else None
-        return slot if pool and slot is not None and pool.state[slot] is State.RESIDENT else None
+        slot = pool.slot_of.get(expert) if pool is not None else None
+        return slot if pool is not None and slot is not None and pool.state[slot] is State.RESIDENT else None
+
+    def best(self, expert: ExpertId) -> Precision:
+        """The highest precision at which the expert is resident; SKIP where it is not."""
+        for precision in self._highest_first:
+            if self.find(expert, precision) is not None:
+                return precision
+        return SKIP
 
     def reserve(
         self, expert: ExpertId, precision: Precision, now: int, demand: bool = True, share: int | None = None
@@ -98,90 +77,104 @@ class ExpertCache:
         the twin is streamed, unless there is a free slot and its layer has not got so many slots yet.
         """
         pool = self.pools[precision]
-        assert expert not in pool.slot_of, f"{expert} {precision.word} is resident or being filled already"
-        allowed = pool.evictable
-        passing = share is not None and (
-            not pool.free or int(np.count_nonzero((pool.layers == expert.layer) & ~pool.passing)) >= share
-        )
-        if passing:
-            lesser = self._lesser(pool, expert, precision, now)
-            if lesser is not None:
-                self._evict(pool, lesser)
-                return self._take(pool, expert, lesser, passing=False)
-            if (pool.evictable & pool.passing).any():
-                allowed = pool.evictable & pool.passing
-            elif np.count_nonzero(pool.passing) >= pool.most_passing:
-                return None  # those that pass through are all at work
-        if pool.free and allowed is pool.evictable:
-            return self._take(pool, expert, pool.free.pop(), passing)
-        unmasked = allowed & ~pool.masked
-        if demand and not unmasked.any():
-            unmasked = allowed
-        slots = np.flatnonzero(unmasked)
-        if not slots.size:
-            return None
-        layers, experts = pool.layers[slots], pool.experts[slots]
-        priorities = self._policy.priority(layers, experts, precision, now)
-        # Among equals not the first slot: who holds that depends on what came first.
-        slot = int(slots[np.lexsort((experts, layers, priorities))[0]])
-        self._evict(pool, slot)
-        return self._take(pool, expert, slot, passing)
+        assert expert not in pool.slot_of, f"{expert} at precision {precision} is resident or being filled already"
+        if passes(share, bool(pool.free), pool.staying.get(expert.layer, 0)):
+            return self._pass(expert, precision, now, demand)
+        if pool.free:
+            return self._take(expert, precision, pool.free.pop(), passing=False)
+        victim = self._victim(precision, now, demand)
+        return None if victim is None else self._replace(expert, precision, pool.slot_of[victim], passing=False)
 
-    def _lesser(self, pool: Pool, expert: ExpertId, precision: Precision, now: int) -> int | None:
+    def _pass(self, expert: ExpertId, precision: Precision, now: int, demand: bool) -> int | None:
+        """A slot for a twin that a prompt streams through."""
+        pool = self.pools[precision]
+        lesser = self._lesser(expert, precision, now)
+        if lesser is not None:
+            return self._replace(expert, precision, lesser, passing=False)
+        passers = [slot for slot in pool.passers if pool.evictable(slot)]
+        if passers:
+            unmasked = [slot for slot in passers if not pool.masked[slot]]
+            victim = self._least(precision, unmasked or (passers if demand else []), now)
+        elif len(pool.passers) >= pool.most_passing:
+            return None  # those that pass through are all at work
+        elif pool.free:
+            return self._take(expert, precision, pool.free.pop(), passing=True)
+        else:
+            victim = self._victim(precision, now, demand)
+        return None if victim is None else self._replace(expert, precision, pool.slot_of[victim], passing=True)
+
+    def _victim(self, precision: Precision, now: int, demand: bool) -> ExpertId | None:
+        """Who makes room: the policy's choice among what is not masked, and for a demand among all where there is no other."""
+        pool, victim = self.pools[precision], self.victims[precision].choose(now)
+        if victim is None and demand:
+            victim = self._least(precision, [slot for slot in range(len(pool)) if pool.evictable(slot)], now)
+        return victim
+
+    def _lesser(self, expert: ExpertId, precision: Precision, now: int) -> int | None:
         """The slot of a twin of the same layer that the policy values less. Of other layers it has not heard yet what the prompt
         uses there."""
-        slots = np.flatnonzero(pool.evictable & ~pool.masked & ~pool.passing & (pool.layers == expert.layer))
-        if not slots.size:
+        pool = self.pools[precision]
+        mine = np.flatnonzero(self.victims[precision].eligible()[expert.layer]).tolist()
+        slots = [pool.slot_of[ExpertId(expert.layer, e)] for e in mine]
+        victim = self._least(precision, [slot for slot in slots if not pool.passing[slot]], now)
+        if victim is None:
             return None
-        experts = np.append(pool.experts[slots], expert.expert)
-        *priorities, own = self._policy.priority(np.full(len(experts), expert.layer), experts, precision, now)
-        least = int(np.lexsort((experts[:-1], priorities))[0])
-        return int(slots[least]) if priorities[least] < own else None
+        layers, experts = np.array([victim.layer, expert.layer]), np.array([victim.expert, expert.expert])
+        least, own = self._policy.values(layers, experts, precision, now)
+        return pool.slot_of[victim] if least < own else None
 
-    def _evict(self, pool: Pool, slot: int) -> None:
-        victim = pool.owner[slot]
-        assert victim is not None
-        del pool.slot_of[victim]
-        self._spoil(pool, slot)
+    def _least(self, precision: Precision, slots: list[int], now: int) -> ExpertId | None:
+        owners = [self.pools[precision].owner[slot] for slot in slots]
+        pairs = np.array(owners, np.int64).reshape(-1, 2)
+        return least_valued(self._policy, pairs[:, 0], pairs[:, 1], precision, now)
+
+    def _replace(self, expert: ExpertId, precision: Precision, slot: int, passing: bool) -> int:
+        self._leave(precision, slot)
+        return self._take(expert, precision, slot, passing)
+
+    def _take(self, expert: ExpertId, precision: Precision, slot: int, passing: bool) -> int:
+        self.pools[precision].take(expert, slot, passing)
+        return slot
+
+    def _leave(self, precision: Precision, slot: int) -> None:
+        owner = self.pools[precision].leave(slot)
+        self.victims[precision].set(owner, False)
+        self._stream.emit(Evicted(owner, precision))
+
+    def _may_go(self, precision: Precision, slot: int) -> None:
+        """What decides whether the twin of a slot may make room has changed."""
+        pool = self.pools[precision]
+        owner = pool.owner[slot]
+        if owner is not None:
+            self.victims[precision].set(owner, pool.evictable(slot) and not bool(pool.masked[slot]))
 
     def evict_all(self, precisions: Iterable[Precision]) -> None:
         """Free every slot that is resident and not pinned."""
         for precision in self.pools.keys() & set(precisions):
-            self._free(precision, self.pools[precision].evictable)
+            self._free(precision, range(len(self.pools[precision])))
 
-    def _free(self, precision: Precision, slots: NDArray[np.bool_]) -> None:
+    def _free(self, precision: Precision, slots: Iterable[int]) -> None:
+        """Those of `slots` that may be."""
         pool = self.pools[precision]
-        for slot in np.flatnonzero(slots).tolist():
+        for slot in [slot for slot in slots if pool.evictable(slot)]:
             pool.state[slot] = State.FILLING
             self.abort(precision, slot)
-            pool.evictable[slot] = pool.masked[slot] = False
-
-    @staticmethod
-    def _take(pool: Pool, expert: ExpertId, slot: int, passing: bool) -> int:
-        pool.state[slot], pool.owner[slot], pool.slot_of[expert] = State.FILLING, expert, slot
-        pool.layers[slot], pool.experts[slot] = expert
-        pool.evictable[slot] = pool.masked[slot] = False
-        pool.passing[slot] = passing
-        return slot
 
     def commit(self, precision: Precision, slot: int, pins: int = 0) -> None:
         """The owner of a filling slot has filled it: it is resident, pinned so many times."""
         pool = self.pools[precision]
         assert pool.state[slot] is State.FILLING
-        pool.state[slot] = State.RESIDENT
         pool.pins[slot] = pins
-        pool.evictable[slot] = not pins
+        pool.state[slot] = State.RESIDENT
+        self._may_go(precision, slot)
 
     def abort(self, precision: Precision, slot: int) -> None:
         """The owner of a filling slot gives it up: it is free."""
         pool = self.pools[precision]
-        owner = pool.owner[slot]
-        assert pool.state[slot] is State.FILLING and owner is not None
-        del pool.slot_of[owner]
-        pool.state[slot], pool.owner[slot] = State.FREE, None
-        pool.layers[slot] = -1
-        pool.passing[slot] = False
-        self._spoil(pool, slot)
+        assert pool.state[slot] is State.FILLING
+        self._leave(precision, slot)
+        pool.set_passing(slot, False)
+        pool.state[slot] = State.FREE
         pool.free.append(slot)
 
     def pin(self, precision: Precision, slot: int) -> None:
@@ -189,17 +182,13 @@ class ExpertCache:
         pool = self.pools[precision]
         assert pool.state[slot] is State.RESIDENT
         pool.pins[slot] += 1
-        pool.evictable[slot] = False
+        self._may_go(precision, slot)
 
     def unpin(self, precision: Precision, slot: int) -> None:
         pool = self.pools[precision]
         assert pool.pins[slot] > 0
         pool.pins[slot] -= 1
-        pool.evictable[slot] = not pool.pins[slot]
-
-    def touch(self, expert: ExpertId, precision: Precision) -> None:
-        """Tell the policy that the twin was used, where nobody else does."""
-        self._policy.use(*expert, precision, 1)
+        self._may_go(precision, slot)
 
     def mask(self, expert: ExpertId, precision: Precision) -> None:
         """Keep a twin, if it is resident, until its layer has passed (`unmask`), unless a demand finds no other victim."""
@@ -207,42 +196,44 @@ class ExpertCache:
         if slot is not None:
             self.pools[precision].masked[slot] = True
             self._masked.setdefault(expert.layer, []).append((precision, slot, expert))
+            self._may_go(precision, slot)
 
     def unmask(self, layer: int) -> None:
         """The layer has passed."""
         for precision, slot, expert in self._masked.pop(layer, ()):
             if self.pools[precision].owner[slot] == expert:
                 self.pools[precision].masked[slot] = False
+                self._may_go(precision, slot)
 
     def end_streaming(self) -> None:
         """Free what passed through: what is left of it would depend on what came when."""
         for precision, pool in self.pools.items():
-            self._free(precision, pool.evictable & pool.passing)
-            pool.passing[:] = False
+            self._free(precision, list(pool.passers))
+            for slot in list(pool.passers):
+                pool.stays(slot)
 
     def resident_bytes(self) -> int:
         """Bytes of the slots that hold an expert."""
         return sum(len(pool.slot_of) * pool.memory.shape[1] for pool in self.pools.values())
 
+    def rebuild(self, filling: Set[tuple[Precision, int]]) -> None:
+        """Make the books anew, after a call that ended anywhere: what is resident for certain stays, unpinned and unmasked, and
+        so does what these slots are being filled with."""
+        self._masked.clear()
+        for precision, pool in self.pools.items():
+            pool.rebuild({slot for p, slot in filling if p == precision})
+            self.victims[precision].clear()
+            for slot in pool.slot_of.values():
+                self._may_go(precision, slot)
+
     def check_integrity(self) -> None:
         """Raises AssertionError where the books do not agree with each other. Changes nothing."""
         for precision, pool in self.pools.items():
-            word = precision.word
-            assert len(pool.free) == len(set(pool.free)), f"{word}: a slot is free twice"
-            assert len(pool.free) + len(pool.slot_of) == len(pool), f"{word}: a slot is lost"
-            for expert, slot in pool.slot_of.items():
-                assert pool.owner[slot] == expert, f"{word}: slot {slot} has two owners"
-                assert (pool.layers[slot], pool.experts[slot]) == expert
-            for slot, state in enumerate(pool.state):
-                assert (state is State.FREE) == (slot in pool.free) == (pool.owner[slot] is None), (
-                    f"{word}: slot {slot}"
-                )
-                assert pool.pins[slot] >= 0 and (state is State.RESIDENT or not pool.pins[slot]), (
-                    f"{word}: pins of {slot}"
-                )
-                assert (pool.layers[slot] < 0) == (state is State.FREE), f"{word}: layer of slot {slot}"
-                assert pool.evictable[slot] == (state is State.RESIDENT and not pool.pins[slot]), f"{word}: slot {slot}"
-
-    def _spoil(self, pool: Pool, slots: int | slice) -> None:
-        if self._poison:
-            pool.memory[slots] = 0xFF  # NaN in bfloat16, float16 and float32
+            pool.check_integrity(f"precision {precision}")
+            eligible = self.victims[precision].eligible()
+            may_go = {
+                owner for owner, slot in pool.slot_of.items() if pool.evictable(slot) and not bool(pool.masked[slot])
+            }
+            assert {ExpertId(*pair) for pair in np.argwhere(eligible).tolist()} == may_go, (
+                f"precision {precision}: victims"
+            )

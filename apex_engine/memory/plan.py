@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.config import Config, parse_memory
@@ -16,6 +18,7 @@ from apex_engine.memory.probe import automatic_memory
 
 # Of "auto": without a calibration and with one, by which more is served LOW. Measured: docs/runtime.md
 AUTO_LOW_SHARE = {False: 0.05, True: 0.1}
+STEP_BYTES = 256 << 20  # most bytes of a step's outputs before they are summed: a longer prompt goes through in pieces
 LEAST_HOST_SLOTS = 4  # as many as there are workers, each of which may be filling one
 
 
@@ -25,10 +28,17 @@ class Plan:
 
     experts: int  # routed experts of the whole model
     budget: int
-    stride: dict[Precision, int]
-    slots: dict[Precision, int]
+    stride: dict[Precision, int]  # of every twin
+    slots: dict[Precision, int]  # of every twin, highest first; none of those that the mode does not use
     dense_bytes: int
+    kv_bytes: int | None  # of one sequence; None where it is not known
     host_slots: dict[Precision, int]  # of the host tier; empty without
+    step_bytes: int = 0  # outputs of a prompt's chosen experts before they are summed, at most
+
+    @property
+    def top(self) -> Precision:
+        """The highest precision."""
+        return max(self.stride)
 
     @property
     def slot_bytes(self) -> int:
@@ -49,47 +59,73 @@ def make_plan(
     dense_bytes: int | None = None,
     kv: int | None = 0,
     calibrated: bool = False,
+    step_bytes: int = 0,
 ) -> Plan:
-    """`dense_bytes`, `kv`: of the model as it is computed, for `device_memory`; `kv` None where it is not known. `calibrated`:
-    whether the thresholds are.
+    """`dense_bytes`, `kv`, `step_bytes`: of the model as it is computed, for `device_memory`; `kv` None where it is not known.
+    `calibrated`: whether the thresholds are.
 
     Raises ApexError, with the number needed, where the budget does not hold one slot of each twin the mode uses.
     """
-    total = manifest.experts * len(manifest.layers)
+    total, stride = manifest.experts * len(manifest.layers), manifest.strides
     dense = manifest.dense_bytes if dense_bytes is None else dense_bytes
-    stride = {Precision.HIGH: manifest.high.stride, Precision.LOW: manifest.low.stride}
-    used = [Precision.HIGH] if config.mode == "exact" else [Precision.HIGH, Precision.LOW]
-    floor = config.low_share == "floor" and Precision.LOW in used
-    least = stride[Precision.HIGH] + (stride[Precision.LOW] * (total if floor else 1) if Precision.LOW in used else 0)
-    if config.device_memory is None:
-        budget, rest, name = parse_memory(config.memory, total * stride[Precision.HIGH]), 0, f"memory {config.memory}"
-    else:
-        rest = dense + (kv or 0)
-        budget = parse_memory(config.device_memory, 0) - rest
-        name = f"device_memory {config.device_memory}"
+    *lower, top = [max(stride)] if config.mode == "exact" else list(manifest.precisions)
+    floor = config.low_share == "floor" and bool(lower)
+    least = stride[top] + sum(stride[p] for p in lower) * (total if floor else 1)
+    rest = 0 if config.device_memory is None else dense + (kv or 0) + step_bytes
+    budget = _budget(config, total * stride[top], rest)
     if budget < least:
-        after = f" after {rest:,} for dense weights and the KV cache" if rest else ""
-        raise ApexError(
-            f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but {'every LOW twin' if floor else 'one LOW slot'} "
-            f"and one HIGH slot take {least:,}: give at least {least + rest} (that runs, slowly)"
-            if Precision.LOW in used
-            else f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but one slot takes {least:,}: "
-            f"give at least {least + rest} (that runs, slowly)"
-        )
-    low = 0
-    if Precision.LOW in used:
-        share = {"auto": AUTO_LOW_SHARE[calibrated], "floor": 1.0}.get(str(config.low_share), config.low_share)
-        low = total if floor else min(total, max(1, int(budget * float(share)) // stride[Precision.LOW]))
-        low = min(low, (budget - stride[Precision.HIGH]) // stride[Precision.LOW])
-    high = min(total, (budget - low * stride[Precision.LOW]) // stride[Precision.HIGH])
-    if low:  # what is left is less than a HIGH slot, or every HIGH twin is resident: more LOW slots
-        low = min(total, (budget - high * stride[Precision.HIGH]) // stride[Precision.LOW])
-    slots = {Precision.HIGH: high, Precision.LOW: low}
-    return Plan(total, budget, stride, slots, dense, _host_slots(config, total, {p: stride[p] for p in used}))
+        raise ApexError(_too_small(config, budget, least, rest, [manifest.words[p].upper() for p in lower], floor))
+    slots = _slots(config, stride, top, lower, budget, total, AUTO_LOW_SHARE[calibrated])
+    slots = {p: slots.get(p, 0) for p in reversed(manifest.precisions)}
+    host = _host_slots(config, total, {p: stride[p] for p in (*lower, top)})
+    return Plan(total, budget, stride, slots, dense, kv, host, step_bytes)
+
+
+def _budget(config: Config, all_high: int, rest: int) -> int:
+    """Bytes for experts. `rest`: what else `device_memory` must hold."""
+    if config.device_memory is None:
+        return parse_memory(config.memory, all_high)
+    return parse_memory(config.device_memory, 0) - rest
+
+
+def _too_small(config: Config, budget: int, least: int, rest: int, lower: list[str], floor: bool) -> str:
+    name = f"memory {config.memory}" if config.device_memory is None else f"device_memory {config.device_memory}"
+    after = f" after {rest:,} for dense weights and the KV cache" if rest else ""
+    others = " and ".join(f"every {word} twin" if floor else f"one {word} slot" for word in lower)
+    what = f"{others} and one HIGH slot take" if lower else "one slot takes"
+    return (
+        f"{name} leaves {max(budget, 0):,} bytes for experts{after}, but {what} {least:,}: "
+        f"give at least {least + rest} (that runs, slowly)"
+    )
+
+
+def _slots(
+    config: Config,
+    stride: dict[Precision, int],
+    top: Precision,
+    lower: list[Precision],
+    budget: int,
+    total: int,
+    auto: float,
+) -> dict[Precision, int]:
+    """Slots of each twin: the share of the lower ones among these in equal parts, the rest for the highest."""
+    floor = config.low_share == "floor"
+    share = auto if config.low_share == "auto" else 1.0 if floor else float(config.low_share)
+    slots = dict.fromkeys(lower, 1)
+    for p in lower:
+        left = budget - stride[top] - sum(slots[q] * stride[q] for q in lower if q != p)
+        some = total if floor else min(total, max(1, int(budget * share / len(lower)) // stride[p]))
+        slots[p] = min(some, left // stride[p])
+    low_bytes = sum(slots[p] * stride[p] for p in lower)
+    high = min(total, (budget - low_bytes) // stride[top])
+    for p in lower:  # what is left is less than a HIGH slot, or every HIGH twin is resident: more of the lower ones
+        others = high * stride[top] + sum(slots[q] * stride[q] for q in lower if q != p)
+        slots[p] = min(total, (budget - others) // stride[p])
+    return {top: high, **{p: slots[p] for p in reversed(lower)}}
 
 
 def _host_slots(config: Config, total: int, stride: dict[Precision, int]) -> dict[Precision, int]:
-    """As many of each twin as fit: the same share of both."""
+    """As many of each twin as fit: the same share of all."""
     everything = total * sum(stride.values())
     budget = parse_memory(config.host_memory, everything)
     if not budget:
@@ -121,6 +157,28 @@ def kv_bytes(config: PretrainedConfig, tokens: int, itemsize: int) -> int | None
         return int(text.num_hidden_layers * width * tokens * itemsize)
     except Exception:  # families whose layers differ raise errors of their own for attributes without one value
         return None
+
+
+def step_bytes(config: PretrainedConfig, tokens: int) -> int:
+    """Bytes of the outputs of a prompt's chosen experts at one layer before they are summed, float32 `[T, K, H]`, of a prompt of
+    `tokens` (it goes through in pieces: `STEP_BYTES`); 0 where the config does not say how many a token chooses."""
+    text = config.get_text_config()
+    chosen = getattr(text, "num_experts_per_tok", None) or getattr(text, "moe_topk", None)
+    return min(tokens, tokens_a_piece(chosen, text.hidden_size)) * chosen * text.hidden_size * 4 if chosen else 0
+
+
+def tokens_a_piece(chosen: int, hidden: int) -> int:
+    """Tokens that go through a layer at a time, `chosen` experts each."""
+    return max(1, STEP_BYTES // (4 * chosen * hidden))
+
+
+def plan_model(
+    config: Config, manifest: Manifest, model: PretrainedConfig, itemsize: int, calibrated: bool = False
+) -> Plan:
+    """`make_plan` for a model with this config that is computed in a dtype of `itemsize` bytes. Raises ApexError."""
+    dense = manifest.dense_bytes * itemsize // (model.dtype.itemsize if model.dtype else itemsize)
+    kv, step = kv_bytes(model, config.context, itemsize), step_bytes(model, config.context)
+    return make_plan(config, manifest, dense, kv, calibrated, step)
 
 
 def config_for(device: torch.device, **options: Any) -> Config:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import math
 from pathlib import Path
 
+import psutil
 import torch
 
 from apex_engine.errors import ApexError
@@ -27,18 +28,47 @@ def parse_device(name: str) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can be had now: of the GPU, or of this machine and the control group the process is in."""
+    """Bytes that can be had now: of the GPU, or of this machine and the control groups the process is in."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(psutil.virtual_memory().available, *(free_in(*group) for group in control_groups()))
+
+
+def control_groups(root: Path = Path("/")) -> list[tuple[Path, bool]]:
+    """The folders of the memory control groups that this process is in, outermost first, and whether they are of version 1.
+
+    `root`: of the file system, for tests.
+    """
+    mount = root / "sys/fs/cgroup"
     try:
-        lines = dict(line.split()[:2] for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable:"]) << 10  # what the page cache holds can be had too
-        group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (OSError, KeyError, ValueError):  # no limit reads "max"
-        pass
-    return free
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        first = "memory" in controllers.split(",")
+        top = mount / "memory" if first else mount
+        if first or not controllers:
+            here = top / path.lstrip("/")
+            # Inside a container the path may be that of the host: then only the top is to be seen, and is our own.
+            folders = [folder for folder in (here, *here.parents) if folder.is_relative_to(top) and folder.is_dir()]
+            found += [(folder, first) for folder in reversed(folders)]
+    return found
+
+
+def free_in(group: Path, first: bool) -> float:
+    """Bytes that a control group has left: its limit less what it uses, but for the file cache, which makes room. Infinite where
+    it has no limit. `first`: it is of version 1."""
+    limit, used = ("memory.limit_in_bytes", "memory.usage_in_bytes") if first else ("memory.max", "memory.current")
+    try:
+        most, now = int((group / limit).read_text()), int((group / used).read_text())
+        stat = dict(line.split()[:2] for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no limit reads "max"
+        return math.inf
+    # Of version 1 the counts without "total_" leave out the groups below.
+    names = ("total_active_file", "total_inactive_file") if first else ("active_file", "inactive_file")
+    return most - now + sum(int(stat.get(name, 0)) for name in names)
 
 
 def automatic_memory(device: torch.device) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import weakref
 import zlib
 from pathlib import Path
@@ -25,26 +26,30 @@ FLAGS = os.O_RDONLY | os.O_CLOEXEC
 
 
 class ExpertStore:
-    """The expert files of a finished checkpoint, open for reading. `direct`: whether the page cache is bypassed."""
+    """The expert files of a finished checkpoint, open for reading. `direct`: whether the page cache is bypassed.
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+    `check`: whether checksums are compared; a benchmark of reads leaves them out.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, check: bool = True) -> None:
+        self._folder, self._manifest, self._check = folder, manifest, check
         self._verified: set[tuple[ExpertId, Precision]] = set()
-        self._files: dict[
-            tuple[int, Precision], tuple[int, int, str]
-        ] = {}  # (layer, precision) -> fd, data offset, name
+        # (layer, precision) -> fd, data offset, name
+        self._files: dict[tuple[int, Precision], tuple[int, int, str]] = {}
         self.close = weakref.finalize(self, _close, self._files)  # also when the model is dropped
         self.direct = True
+        self._switch = threading.Lock()  # from direct to buffered reads
         try:
-            for index in range(len(manifest.layers)):
-                for precision in (Precision.HIGH, Precision.LOW):
-                    self._open(index, precision)
+            for layer in range(len(manifest.layers)):
+                for precision in manifest.precisions:
+                    self._open(layer, precision)
         except BaseException:
             self.close()
             raise
 
-    def layout(self, precision: Precision) -> Layout:
-        return self._manifest.layout(precision)
+    def layouts(self) -> dict[Precision, Layout]:
+        """Of every twin."""
+        return {precision: self._manifest.layout(precision) for precision in self._manifest.precisions}
 
     def read(self, expert: ExpertId, precision: Precision, part: NDArray[np.uint8], start: int = 0) -> None:
         """Fill `part`, at a multiple of 4096, with the blob's bytes from `start` on.
@@ -53,16 +58,18 @@ class ExpertStore:
         valid. Any number of threads may read at a time.
         """
         fd, offset, name = self._files[expert.layer, precision]
-        buffer, stride = part.data, self.layout(precision).stride
+        buffer, stride = part.data, self._manifest.layout(precision).stride
         position = offset + expert.expert * stride + start
+        direct = self.direct
         try:
             try:
                 done = _read(fd, buffer, position)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
+                # Some file systems accept O_DIRECT and then refuse the reads, perhaps several threads' at a time.
+                if error.errno != errno.EINVAL or not direct:
                     raise
-                self._stop_direct()  # some file systems accept O_DIRECT and then refuse the reads
-                done = _read(self._files[expert.layer, precision][0], buffer, position)
+                self._stop_direct()
+                done = _read(fd, buffer, position)
         except OSError as error:
             raise self._error(expert, precision, name, os.strerror(error.errno or 0)) from None
         if done < len(buffer):
@@ -70,36 +77,40 @@ class ExpertStore:
 
     def verify(self, expert: ExpertId, precision: Precision, blob: NDArray[np.uint8]) -> None:
         """Compare a whole blob's checksum, the first time only. Raises ApexError where other bytes were written."""
-        if (expert, precision) in self._verified:
+        if not self._check or (expert, precision) in self._verified:
             return
         name = self._files[expert.layer, precision][2]
         if zlib.crc32(blob.data) != self._manifest.files[name].blobs[expert.expert]:
             raise self._error(expert, precision, name, "its bytes are not the ones that were written (wrong checksum)")
         self._verified.add((expert, precision))
 
-    def _open(self, index: int, precision: Precision) -> None:
-        name = self._manifest.file(index, precision)
+    def _open(self, layer: int, precision: Precision) -> None:
+        name = self._manifest.file(layer, precision)
         path = self._folder / name
-        offset = data_offset(path, self.layout(precision), self._manifest.experts)
+        offset = data_offset(path, self._manifest.layout(precision), self._manifest.experts)
         try:
             fd = os.open(path, FLAGS | getattr(os, "O_DIRECT", 0))
             self.direct = self.direct and hasattr(os, "O_DIRECT")
         except OSError:  # tmpfs and some network file systems
             fd = os.open(path, FLAGS)
             self.direct = False
-        self._files[index, precision] = fd, offset, name
+        self._files[layer, precision] = fd, offset, name
 
     def _stop_direct(self) -> None:
-        self.direct = False
-        for fd, _, name in self._files.values():
-            plain = os.open(self._folder / name, FLAGS)
-            os.dup2(plain, fd)  # under the number everyone has
-            os.close(plain)
+        with self._switch:
+            if not self.direct:
+                return
+            for fd, _, name in self._files.values():
+                plain = os.open(self._folder / name, FLAGS)
+                os.dup2(plain, fd)  # under the number everyone has
+                os.close(plain)
+            self.direct = False  # last: whoever sees it reads by the new files
 
     def _error(self, expert: ExpertId, precision: Precision, name: str, what: str) -> ApexError:
         layer = self._manifest.layers[expert.layer]
+        word = self._manifest.words[precision].upper()
         return ApexError(
-            f"layer {layer.number} ({layer.module}), expert {expert.expert}, {precision.name} twin cannot be read from "
+            f"layer {layer.number} ({layer.module}), expert {expert.expert}, {word} twin cannot be read from "
             f"{self._folder / name}: {what}. Copy the checkpoint again, or quantize again"
         )
 

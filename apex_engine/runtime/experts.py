@@ -28,7 +28,7 @@ class ApexExperts(nn.Module):
         apply = replaced._apply_gate if replaced.has_gate else replaced.act_fn
         with torch.device("cpu"):  # a model under construction has "meta" as its default
             self._activation = Activation.of(apply, replaced.has_gate, finish)
-        self._layer = layer
+        self.layer = layer
         self.engine: Engine | None = None  # set once the weights are loaded
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -38,4 +38,4 @@ class ApexExperts(nn.Module):
             raise ApexError(
                 "an apex checkpoint cannot be trained: the experts have no gradients. Train the original model"
             )
-        return self.engine.step(self._layer, hidden_states, top_k_index, top_k_weights, self._activation)
+        return self.engine.step(self.layer, hidden_states, top_k_index, top_k_weights, self._activation)

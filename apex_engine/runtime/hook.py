@@ -15,21 +15,28 @@ from transformers.cache_utils import Cache
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from apex_engine.checkpoint.calibration import resolve
 from apex_engine.checkpoint.manifest import MANIFEST, Manifest, guard_name
 from apex_engine.config import DTYPES, Config
 from apex_engine.errors import ApexError, first_line
 from apex_engine.families import find_experts
-from apex_engine.memory.plan import config_for, kv_bytes
+from apex_engine.memory.plan import config_for, plan_model
 from apex_engine.memory.probe import parse_device
-from apex_engine.predict.learned import Predictor
+from apex_engine.predict import PREDICTORS
+from apex_engine.runtime.build import Progress
 from apex_engine.runtime.engine import Engine
 from apex_engine.runtime.experts import ApexExperts
 
 
 def load(
-    folder: str | Path, dtype: torch.dtype | str | None = None, device: torch.device | str = "cpu", **options: Any
+    folder: str | Path,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """The model of an apex checkpoint. `options` are those of `Config`; `dtype` defaults to the checkpoint's own.
+    `progress(what, done, total)` is told of what takes long.
 
     `model.apex` is the `Engine`: `model.apex.stats()`. Raises ApexError for an unfinished or foreign checkpoint, an unknown
     option, a budget that is too small.
@@ -48,7 +55,7 @@ def load(
     config = read_config(folder)
     config.quantization_config = {**config.quantization_config, "runtime": options}
     model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto").to(device)
-    model.apex.prepare(model.device, model.dtype)
+    model.apex.prepare(model.device, model.dtype, progress)
     return model
 
 
@@ -96,8 +103,10 @@ class ApexQuantizer(HfQuantizer):
             raise ApexError("an apex checkpoint is loaded from its directory, not from a state dict")
         folder, options = Path(checkpoint_files[0]).parent, Config.make(**self.quantization_config.runtime)
         itemsize = torch.get_default_dtype().itemsize  # transformers has set it to the model's
-        dense = Manifest.read(folder).dense_bytes * itemsize // (read_config(folder).dtype or torch.float32).itemsize
-        self._engine = Engine(folder, options, dense, kv_bytes(model.config, options.context, itemsize))
+        manifest = Manifest.read(folder)
+        calibrated = resolve(options, folder, manifest).calibrated
+        plan = plan_model(options, manifest, read_config(folder), itemsize, calibrated)
+        self._engine = Engine.open(folder, options, plan)
         modules = find_experts(model)
         self._experts = list(modules)
         layers = self._engine.manifest.layers
@@ -123,7 +132,7 @@ class ApexQuantizer(HfQuantizer):
             for name in self._experts:
                 block = name.rpartition(".")[0]
                 layers.append((model.get_submodule(block.rpartition(".")[0]), model.get_submodule(block)))
-            self._engine.predictor = Predictor(layers, self._engine.config.predictor)
+            self._engine.predictor = PREDICTORS[self._engine.config.predictor](layers)
             if self._engine.config.predictor == "learned":
                 model.get_input_embeddings().register_forward_hook(lambda _, __, out: self._engine.embedded(out))
         _watch(model, self._engine)

@@ -16,15 +16,17 @@ from apex_engine.calibration.rows import sample
 from apex_engine.calibration.search import Limit
 from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.calibration import CALIBRATION, read_calibration
-from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.checkpoint.manifest import Manifest, Twin
 from apex_engine.checkpoint.moments import MOMENTS, Moments, accumulate, block_size, write_moments
 from apex_engine.core.scorer import wanted
 from apex_engine.errors import ApexError
 from apex_engine.eval.perplexity import judge, window_logits
 from apex_engine.eval.texts import domains, windows
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.ladder import make_twins
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
 from models import save_model
 
 SMALL = Settings(tokens=2560, length=32, batch_size=16, memory="100%")
@@ -85,9 +87,9 @@ def test_better_twins_come_of_it(calibrated, bundled, tmp_path):
         kl.append(judge(rows, truth, window_logits(model, rows)).kl.mean().item())
     assert kl[1] < 0.75 * kl[0]
     with pytest.raises(ApexError, match="needs --importance"):
-        Options(low_method="gptq").layouts(Source(bundled))
+        make_twins(Options(low_method="gptq"), Source(bundled))
     with pytest.raises(ApexError, match="no use for"):
-        Options(low_method="hqq", importance="x").layouts(Source(bundled))
+        make_twins(Options(low_method="hqq", importance="x"), Source(bundled))
 
 
 def test_moments_of_another_model_are_refused(calibrated, tmp_path):
@@ -139,7 +141,7 @@ def test_what_is_recorded_is_what_the_model_computes(tiny, tmp_path, family):
         assert profile.calls[layer].sum() == pytest.approx(choices)
         assert profile.mass[layer].sum() == pytest.approx(1)
         for t1, t2 in ((0.3, 0.8), (0.0, 0.5)):
-            want = wanted(gates.detach().float().numpy(), t1, t2)
+            want = wanted(gates.detach().float().numpy(), (t1, t2))
             bins = np.arange(101)
             assert profile.calls[layer][bins > round(t2 * 100)].sum() == pytest.approx((want == 0).sum() / len(x))
         for expert in range(manifest.experts):
@@ -234,9 +236,7 @@ def test_moments_that_do_not_fit_are_refused_before_anything_is_loaded(bundled_a
 def test_shapes_of_a_large_model():
     """Mixtral 8x7B: the second moments in blocks of 512 are smaller than its experts."""
 
-    class Large:
-        experts = 8
-        low = Layout(ExpertShape(4096, 14336, True), MatrixFormat("int2", 64), MatrixFormat("int2", 64))
-
-    shapes = Recorder.shapes(Large, 512)
+    low = Layout(ExpertShape(4096, 14336, True), MatrixFormat("int2", 64), MatrixFormat("int2", 64))
+    large = Manifest("", "", {}, 8, (Twin("int2", low),), (), 0)
+    shapes = Recorder.shapes(large, 512)
     assert shapes == {"up": (8, 8, 512, 512), "down": (8, 28, 512, 512)}

@@ -76,3 +76,9 @@ def test_usage_lines_call_a_command_as_its_user_did(called, name):
 
 def test_human():
     assert [human(n) for n in (0, 1023, 1536, 6 << 30, 3 << 41)] == ["0 B", "1023 B", "1.5 KiB", "6.0 GiB", "6.0 TiB"]
+
+
+def test_nothing_is_drawn_where_nothing_took_long(terminal):
+    with console.loading_bars():
+        pass
+    assert terminal.getvalue() == ""

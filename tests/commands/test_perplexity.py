@@ -15,7 +15,7 @@ from apex_engine.eval.pair import Pair
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, stderr, window_logits
 from apex_engine.eval.texts import domains, read_text, strided, windows
 from apex_engine.perplexity import main
-from apex_engine.quantize.source import ALIASES
+from apex_engine.quantize.source.names import ALIASES
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +105,14 @@ def test_the_ledger_counts_the_mode_that_is_judged_and_not_its_reference(setting
     folder, tokenizer, reference = setting
     rows = windows(tokenizer, domains(folder)["kjv"], 2, 32)
     model = apex_engine.load(bundled_apex, dtype=torch.float32, mode="deterministic", memory="50%", prefetch=0)
-    ledgers = {"deterministic": Ledger(), "adaptive": Ledger()}
+    words = model.apex.manifest.words
+    ledgers = {"deterministic": Ledger(words), "adaptive": Ledger(words)}
     own = Pair(model).compare(rows, ledgers)
     counted = {mode: ledger.summary() for mode, ledger in ledgers.items()}
     assert counted["deterministic"]["share_of_calls"]["low"] > 0.2 and counted["adaptive"]["tokens"]["decode"] == 2 * 30
     assert counted["deterministic"]["tokens"]["prefill"] == 2 * 31
     # Each window from an empty cache: with another reference the engine does the same, and finds the same resident.
-    again = {mode: Ledger() for mode in ledgers}
+    again = {mode: Ledger(words) for mode in ledgers}
     other = Pair(model, reference).compare(rows, again)
     for mode in ledgers:
         assert again[mode].summary()["bytes_read"] == counted[mode]["bytes_read"]

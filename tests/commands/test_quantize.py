@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from apex_engine.cli import quantizing
 from apex_engine.quantize import __main__ as quantize_command
-from apex_engine.quantize import convert
+from apex_engine.quantize import blob
 from models import make_model, save_model
 
 
@@ -54,7 +55,7 @@ class TestQuantize:
 
     def test_ctrl_c_leaves_a_run_that_goes_on(self, command, tmp_path, monkeypatch):
         source = save_model(tmp_path / "source")
-        encode, left = convert.encode, [40]
+        encode, left = blob.encode, [40]
 
         def interrupted(*args):
             left[0] -= 1
@@ -62,9 +63,9 @@ class TestQuantize:
                 raise KeyboardInterrupt
             return encode(*args)
 
-        monkeypatch.setattr(convert, "encode", interrupted)
+        monkeypatch.setattr(blob, "encode", interrupted)
         code, _, err = command(quantize_command.main, source, "-o", tmp_path / "apex")
         assert code == 130 and "run the same command again" in err and "Traceback" not in err
         assert not list((tmp_path / "apex").rglob("*.part"))
         monkeypatch.undo()
-        quantize_command.quantize(str(source), tmp_path / "apex", quantize_command.Options())
+        quantizing.quantize(str(source), tmp_path / "apex", quantize_command.Options())

@@ -37,7 +37,7 @@ def child(code, *arguments):
     return done.stdout.strip()
 
 
-LATER = {"quantize", "eval"}  # until what they do lies in modules of its own
+LATER = {"eval"}  # until what they do lies in modules of its own
 THERE = [name for name, command in COMMANDS.items() if find_spec(command.module)]
 
 
