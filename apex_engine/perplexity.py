@@ -16,7 +16,8 @@ from apex_engine.cli.options import add_engine_options, open_checkpoint, read_to
 from apex_engine.config import SYSTEMS
 from apex_engine.core.ledger import Ledger
 from apex_engine.errors import ApexError
-from apex_engine.eval.pair import add_pair_options, load_pair, read_windows
+from apex_engine.eval.options import add_pair_options
+from apex_engine.eval.pair import load_pair, read_windows
 from apex_engine.eval.perplexity import Comparison
 
 

@@ -6,8 +6,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from apex_engine.eval import report as module
-from apex_engine.eval.report import html, markdown, write
+from apex_engine.eval.report import plots
+from apex_engine.eval.report.files import write
+from apex_engine.eval.report.markdown import markdown
+from apex_engine.eval.report.page import html
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 
@@ -173,8 +175,8 @@ def test_html_is_one_balanced_page_that_asks_for_nothing(report):
 
 def test_plots_take_the_colours_of_the_page(report):
     text = html(report)
-    assert "currentColor" in text and not any(colour in text for colour in module.CSS_COLOURS)
-    assert all(f"var(--{kind})" in text for kind in module.POINTS)
+    assert "currentColor" in text and not any(colour in text for colour in plots.CSS_COLOURS)
+    assert all(f"var(--{kind})" in text for kind in plots.POINTS)
 
 
 def test_html_shows_what_markdown_shows(report):
@@ -253,7 +255,7 @@ def test_a_failure_leaves_whole_files_only(report, tmp_path, monkeypatch):
     def broken(plot):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(module, "_svg", broken)
+    monkeypatch.setattr("apex_engine.eval.report.page.svg", broken)
     with pytest.raises(RuntimeError, match="no ink"):
         write(report, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
