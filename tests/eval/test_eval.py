@@ -23,7 +23,7 @@ from apex_engine.memory.store import ExpertStore
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = ["--tasks", "apex_demo_continuation_kjv,apex_demo_reference"]
 SHORT = ["--max-length", "64", "--text-tokens", "256", "--length", "128", "--memory", "100%"]
-QUICK = [*TASKS, "--limit", "6", *SHORT]
+QUICK = [*TASKS, "--limit", "4", *SHORT]
 HEAVY = {"torch", "transformers", "lm_eval", "datasets", "matplotlib"}
 
 
@@ -94,7 +94,7 @@ def test_what_a_report_says_of_two_twins(whole):
 
 
 def test_the_same_report_after_a_kill(whole, bundled_apex, tmp_path):
-    with counted(stop_after=whole.requests // 2) as before, pytest.raises(KeyboardInterrupt):
+    with counted(stop_after=whole.requests // 2 + 3) as before, pytest.raises(KeyboardInterrupt):
         run(bundled_apex, tmp_path, *QUICK)
     assert not (tmp_path / "report.json").exists()
     with counted() as after:
@@ -111,8 +111,8 @@ def test_the_same_report_in_other_batches(whole, bundled_apex, tmp_path):
 
 def test_the_reports_see_all_low(bundled_apex, tmp_path):
     """The engine that is asked is in the mode that is reported on, not in the reference's."""
-    task = ["--tasks", "apex_demo_perplexity_kjv", "--limit", 12]
-    report = run(bundled_apex, tmp_path, *task, "--t1", -1, "--t2", 1, *SHORT)
+    task = ["--tasks", "apex_demo_perplexity_kjv", "--limit", 5, *SHORT, "--max-length", 255]
+    report = run(bundled_apex, tmp_path, *task, "--t1", -1, "--t2", 1)
     assert report["verdict"] == "worse"
     (row,) = report["tasks"]
     assert row["modes"]["deterministic"]["difference"] > 0.04
@@ -121,7 +121,7 @@ def test_the_reports_see_all_low(bundled_apex, tmp_path):
 
 def test_two_experts_swapped_turn_the_report_red(bundled, bundled_apex, tmp_path, monkeypatch):
     """Broken on purpose: what the reference is, through transformers, cannot be."""
-    arguments = ["--tasks", "apex_demo_perplexity_kjv", "--limit", 6, *SHORT, "--reference", bundled]
+    arguments = ["--tasks", "apex_demo_perplexity_kjv", "--limit", 3, *SHORT, "--reference", bundled]
     sound = run(bundled_apex, tmp_path / "sound", *arguments, "--modes", "exact")
     assert sound["verdict"] == "within 1 %" and abs(sound["text"]["modes"]["exact"]["kl"]) < 1e-5
 
