@@ -38,7 +38,7 @@ def make_report(bench: Bench, measured: Measured) -> dict[str, Any]:
     report = {
         "verdict": overall(measured.rows, means.get(args.modes[0], {}), args.modes[0]),
         "limit": LIMIT,
-        "checkpoint": {"folder": bench.folder.resolve().name, **_checkpoint(bench.manifest)},
+        "checkpoint": {"folder": bench.folder.resolve().name, **twins(bench.manifest)},
         "reference": f"{args.reference} through transformers"
         if args.reference
         else f"all HIGH twins ({best}) of the same checkpoint, mode exact",
@@ -68,8 +68,8 @@ def make_report(bench: Bench, measured: Measured) -> dict[str, Any]:
     return rounded
 
 
-def _checkpoint(manifest: Manifest) -> dict[str, Any]:
-    """The highest twin by the format of its matrices, the others by those of both, and how the others were made."""
+def twins(manifest: Manifest) -> dict[str, Any]:
+    """Where they come from; the highest one's format, those of the others' matrices, and how the others were made."""
     layouts = {manifest.words[p]: manifest.layout(p) for p in reversed(manifest.precisions)}
     best, *others = layouts
     return {
