@@ -17,8 +17,10 @@ from apex_engine.calibrate import Settings
 from apex_engine.cli.console import quieten, run, say
 from apex_engine.eval.machine import machine
 from apex_engine.eval.texts import domains, windows
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from benchmarks.links import find_link
 from benchmarks.real_shapes import synthetic
 from benchmarks.runs import Run, gain, load, measure, one_text, summary

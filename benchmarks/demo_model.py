@@ -24,8 +24,10 @@ from apex_engine.core.thresholds import DEFAULTS
 from apex_engine.eval.machine import machine
 from apex_engine.eval.perplexity import Comparison, decoded_logits, judge, window_logits
 from apex_engine.eval.texts import CODE_MODULES, domains, windows
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 from benchmarks.twins import LIMIT
 from benchmarks.twins import settings as calibration_of
 

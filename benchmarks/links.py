@@ -14,7 +14,8 @@ from torch import Tensor
 from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.core.vocabulary import ExpertId
 from apex_engine.kernels.layout import ALIGN
-from apex_engine.memory.loader import BLOCK, WORKERS
+from apex_engine.memory.loader import WORKERS
+from apex_engine.memory.requests import BLOCK
 from apex_engine.memory.store import ExpertStore
 from benchmarks.runs import Run, load, one_text
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from rich.progress import track
 
+from apex_engine.checkpoint.manifest import Manifest
 from apex_engine.cli.console import console
 from apex_engine.config import Config
-from apex_engine.core.ledger import TWINS
-from apex_engine.core.vocabulary import ExpertId
 from apex_engine.eval.machine import machine
+from apex_engine.memory.store import ExpertStore
 from apex_engine.runtime.engine import Engine
 from benchmarks.kernels import copy_bandwidth
 from benchmarks.links import disk_rate
@@ -43,10 +43,9 @@ def synthetic(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         for name, each in runs.items():
             kernels = "triton" if device.type == "cuda" else "auto"
             options = {"memory": args.memory, "host_memory": args.host_memory, "kernels": kernels, **STEPS[name]}
-            engine = Engine(folder, Config.make(**options))
             # Checksums are compared once a blob: in the long run that takes no time, in this short one it would.
-            everything = [ExpertId(i, e) for i in range(shape.layers) for e in range(shape.experts)]
-            engine._store._verified |= {(expert, twin) for expert in everything for twin in TWINS}
+            store = ExpertStore(folder, Manifest.read(folder), check=False)
+            engine = Engine.open(folder, Config.make(**options), store=store)
             model = Model(engine, shape, trace, device)
             begin = time.perf_counter()
             model.run(0, args.prompt, "prefill", new=True)

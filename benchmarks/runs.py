@@ -47,7 +47,7 @@ def measure(
         for name in order[i % len(order) :] + order[: i % len(order)]:
             one_text(models[name], row, truth[i], args.prompt, runs[name])
     for model in models.values():
-        model.apex._cache.check_integrity()
+        model.apex.check_integrity()
         model.apex.close()
     return runs
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from apex_engine.calibrate import Settings, calibrate
 from apex_engine.calibration.search import Limit
 from apex_engine.checkpoint.moments import Moments
-from apex_engine.quantize.convert import Options, convert
-from apex_engine.quantize.source import Source, resolve
+from apex_engine.quantize.convert import convert
+from apex_engine.quantize.options import Options
+from apex_engine.quantize.source.model import Source
+from apex_engine.quantize.source.names import resolve
 
 LIMIT = Limit("kl", 0.02)
 

@@ -41,7 +41,7 @@ def evaluate(args: argparse.Namespace) -> str:
         results[who] = run_tasks(bench, who, tokenizer, manager, output / "cache")
         seconds[who] = time.perf_counter() - start
     rows, skipped = task_rows(results[REFERENCE], {mode: results[mode] for mode in args.modes})
-    ledgers = {mode: Ledger() for mode in args.modes}
+    ledgers = {mode: Ledger(manifest.words) for mode in args.modes}
     texts = {}
     for name, some in windows.items():
         say(f"{name}: {len(some)} windows of {args.length} tokens")
