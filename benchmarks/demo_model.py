@@ -18,7 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import apex_engine
 from apex_engine.calibration.measure import calibrate
-from apex_engine.calibration.search import Limit
 from apex_engine.calibration.settings import Settings
 from apex_engine.checkpoint.moments import Moments
 from apex_engine.cli.console import console, quieten, run
@@ -30,6 +29,8 @@ from apex_engine.quantize.convert import convert
 from apex_engine.quantize.options import Options
 from apex_engine.quantize.source.model import Source
 from apex_engine.quantize.source.names import resolve
+from benchmarks.twins import LIMIT
+from benchmarks.twins import settings as calibration_of
 
 # name -> options, whether made with the second moments of the "clip" twins' inputs
 TWINS = {
@@ -42,7 +43,6 @@ TWINS = {
     "int8": (Options(high="int8"), False),
 }
 CALIBRATED = "gptq, importance"
-LIMIT = Limit("kl", 0.02)
 UNCALIBRATED = dict(zip(("t1", "t2", "first_t1"), DEFAULTS["calibrated"], strict=True))
 ALL_LOW = {"mode": "deterministic", "t1": -1.0, "t2": 1.0}
 # name -> twins, run-time options, one token at a time
@@ -58,13 +58,16 @@ RUNS: dict[str, tuple[str, dict[str, Any], bool]] = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.demo_model", description=__doc__)
+    p.add_argument("--model", default="tiny", help="a Mixtral with texts in text/; default: the bundled model")
     p.add_argument("--windows", type=int, default=16, help="windows a domain; default: %(default)s")
     p.add_argument("--length", type=int, default=256, help="tokens a window; default: %(default)s")
+    p.add_argument("--tokens", type=int, default=64, help="new ones of each timing; default: %(default)s")
     p.add_argument("--repeats", type=int, default=7, help="interleaved timings of each; default: %(default)s")
+    p.add_argument("--calibration-tokens", type=int, default=Settings.tokens, help="of text; default: %(default)s")
     p.add_argument("-o", "--output", type=Path, help="write the Markdown there instead of to stdout")
-    args = p.parse_args()
+    args = p.parse_args(arguments)
     quieten()
     with tempfile.TemporaryDirectory() as scratch:
         text = report(Path(scratch), args)
@@ -75,20 +78,20 @@ def main() -> None:
 
 
 def report(scratch: Path, args: argparse.Namespace) -> str:
-    source = resolve("tiny")
+    source, settings = resolve(args.model), calibration_of(args.calibration_tokens)
     folders = {name: scratch / str(i) for i, name in enumerate(TWINS)}
     bits = {}
     moments = None
     for name, (options, important) in TWINS.items():
         if important and moments is None:
-            calibrate(folders["clip"], LIMIT, Settings())
+            calibrate(folders["clip"], LIMIT, settings)
             moments = Moments(folders["clip"])
         if important and moments:
             options = replace(options, importance=moments.identity)
         used = moments if important else None
-        manifest, _ = convert("tiny", Source(source), folders[name], options, lambda n: None, used)
-        bits[name] = manifest.low.bits_per_weight
-    content = calibrate(folders[CALIBRATED], LIMIT, Settings())
+        manifest, _ = convert(args.model, Source(source), folders[name], options, lambda n: None, used)
+        bits[name] = manifest.layout(1).bits_per_weight
+    content = calibrate(folders[CALIBRATED], LIMIT, settings)
     tokenizer = AutoTokenizer.from_pretrained(source)
     texts = {name: windows(tokenizer, text, args.windows, args.length) for name, text in domains(source).items()}
     reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -121,12 +124,14 @@ def report(scratch: Path, args: argparse.Namespace) -> str:
         python=platform.python_version(),
         table="\n".join(lines),
         routing="\n".join(routing(reference, torch.cat(list(texts.values())))),
-        speed="\n".join(speed(source, folders["clip"], args.repeats)),
+        speed="\n".join(speed(source, folders["clip"], args.tokens, args.repeats)),
+        new=args.tokens,
         repeats=args.repeats,
         machine=machine(),
         curve="\n".join(curve(content)),
         thresholds="\n".join(thresholds(content)),
         limit=LIMIT,
+        tokens=settings.tokens,
         calibrated=CALIBRATED,
         uncalibrated=", ".join(f"{name} {value:g}" for name, value in UNCALIBRATED.items()),
     )
@@ -188,7 +193,7 @@ def _overlap(a: Tensor, b: Tensor) -> float:
     return (a[..., :, None] == b[..., None, :]).any(-1).float().mean().item()
 
 
-def speed(source: Path, folder: Path, repeats: int) -> list[str]:
+def speed(source: Path, folder: Path, new: int, repeats: int) -> list[str]:
     """Decode speed with everything resident beside transformers', in turns."""
     runs = {
         "`exact`": {"mode": "exact"},
@@ -206,7 +211,7 @@ def speed(source: Path, folder: Path, repeats: int) -> list[str]:
     for turn in track(range(repeats + 1), "timing", console=console):
         for name, model in models.items():
             start = time.perf_counter()
-            out = model.generate(**prompt, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+            out = model.generate(**prompt, max_new_tokens=new, min_new_tokens=new, do_sample=False)
             if turn:  # the first is a warm-up, and loads the experts
                 times[name].append((out.shape[1] - prompt["input_ids"].shape[1]) / (time.perf_counter() - start))
     lines = ["| everything resident | tokens/s | of transformers |", "|---|---:|---:|"]
@@ -233,7 +238,7 @@ serves nearly every expert HIGH (some token wants it); the others give the same 
 
 ## Calibration
 
-`python -m apex_engine.calibrate` on the {calibrated} twins, for {limit}, on 32,768 tokens that the model wrote itself, at
+`python -m apex_engine.calibrate` on the {calibrated} twins, for {limit}, on {tokens:,} tokens that the model wrote itself, at
 temperature 1. The trade-off, on 16 windows of that text:
 
 {curve}
@@ -251,7 +256,7 @@ picks when given this layer's router input.
 
 ## Speed
 
-One prompt, 64 new tokens, greedy; median of {repeats} runs in turns; the ratio is the median of the pairs. In `exact` and
+One prompt, {new} new tokens, greedy; median of {repeats} runs in turns; the ratio is the median of the pairs. In `exact` and
 `deterministic` mode with 16-bit activations the engine keeps torch's own sums for HIGH twins, so that tokens do not depend on the
 order of a sum.
 

@@ -41,16 +41,19 @@ VERSE = re.compile(r"^Rev((\d+):\d+)", re.MULTILINE)
 Item = dict[str, Any]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.demo_tasks")
     p.add_argument("--check", action="store_true", help="write nothing; fail if a file is not what would be written")
-    check = p.parse_args().check
-    for name, content in files().items():
+    check = p.parse_args(arguments).check
+    made = files()
+    for name, content in made.items():
         path = FOLDER / name
         if not check:
             path.write_bytes(content)
         elif not path.is_file() or path.read_bytes() != content:
             raise SystemExit(f"{path} is not what `python -m benchmarks.demo_tasks` writes")
+    if others := [path for path in FOLDER.glob("*.jsonl") if path.name not in made]:
+        raise SystemExit(f"{others[0]} is not what `python -m benchmarks.demo_tasks` writes")
 
 
 def files() -> dict[str, bytes]:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,30 +39,45 @@ LEAST_TURNS = 3  # of a kernel whose calls take longer than a turn
 SWIGLU = Activation(swiglu, swiglu=True)
 
 
-def main() -> None:
+class Size(NamedTuple):
+    """Of a run: turns of each kernel, bytes of its slots."""
+
+    turns: int = TURNS
+    slots: int = WORKING_SET
+
+
+WHOLE = Size()
+
+
+def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     p.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME", help="default: all")
     p.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="T", help="default: 1 4 16 128")
     p.add_argument("--kernels", nargs="+", choices=KERNELS, help="default: all this machine has")
     p.add_argument("--device", default="cpu", help="default: %(default)s")
+    p.add_argument("--turns", type=int, default=TURNS, help="of each kernel; default: %(default)s")
+    p.add_argument(
+        "--slots", type=int, default=WORKING_SET >> 20, metavar="MB", help="gone through in turns; default: %(default)s"
+    )
     p.add_argument("--json", action="store_true", help="print JSON instead of Markdown")
-    args = p.parse_args()
-    result = benchmark(args.shapes, args.tokens, args.kernels or KERNELS[1:], torch.device(args.device))
+    args = p.parse_args(arguments)
+    size = Size(args.turns, args.slots << 20)
+    result = benchmark(args.shapes, args.tokens, args.kernels or KERNELS[1:], torch.device(args.device), size)
     print(json.dumps(result, indent=1) if args.json else markdown(result))
 
 
 def benchmark(
-    shapes: list[str], tokens: list[int], names: tuple[str, ...] | list[str], device: torch.device
+    shapes: list[str], tokens: list[int], names: Sequence[str], device: torch.device, size: Size = WHOLE
 ) -> dict[str, Any]:
     """Times in milliseconds, the kernels of a shape in turns, so that a slow spell of the machine is everyone's; a ratio is the
     median of those of the turns. Every kernel is checked against the reference first; raises ApexError where one is wrong."""
     rows = []
     for shape in track(shapes, "timing", console=console):
-        entries = list(_entries(shape, names, device))
+        entries = list(_entries(shape, names, device, size.slots))
         for t in tokens:
             some = [entry for entry in entries if t <= entry[-1]]
             turns: dict[tuple[str, str], list[float]] = {}
-            for turn in range(TURNS):
+            for turn in range(size.turns):
                 for layout, kernel, memory, _ in some:
                     times = turns.setdefault((layout.up.name, kernel.name), [])
                     if turn < LEAST_TURNS or times[-1] < 1e3 * SECONDS:
@@ -79,16 +94,16 @@ def benchmark(
                 rows.append(row)
         del entries
     rows.sort(key=lambda row: (shapes.index(row["shape"]), FORMATS.index(row["format"])))
-    return {"machine": machine(device), "copy_gb_s": copy_bandwidth(device), "rows": rows}
+    return {"machine": machine(device), "copy_gb_s": copy_bandwidth(device, nbytes=size.slots), "rows": rows}
 
 
 def _entries(
-    shape: str, names: Sequence[str], device: torch.device
+    shape: str, names: Sequence[str], device: torch.device, nbytes: int
 ) -> Iterator[tuple[Layout, Kernel, torch.Tensor, float]]:
     """Kernels of this machine, their slots, and the most tokens they are timed with."""
     for form in FORMATS:
         layout = _layout(shape, form)
-        memory = _pool(layout, device)
+        memory = _pool(layout, device, nbytes)
         wanted, seen = [(name, False) for name in names], set[str]()
         if "native" in names and form in RAW and device.type == "cpu":
             wanted.append(("auto", True))  # what `exact` takes
@@ -149,18 +164,18 @@ def timed(kernel: Kernel, layout: Layout, memory: torch.Tensor, tokens: int) -> 
     return _median(call, memory.device)
 
 
-def copy_bandwidth(device: torch.device, from_host: bool = False) -> float:
+def copy_bandwidth(device: torch.device, from_host: bool = False, nbytes: int = WORKING_SET) -> float:
     """GB/s of bytes read by a large copy within the device, or to it from host memory, pinned for CUDA."""
     pinned = from_host and device.type == "cuda"
-    source = torch.ones(WORKING_SET, dtype=torch.uint8, device="cpu" if from_host else device, pin_memory=pinned)
+    source = torch.ones(nbytes, dtype=torch.uint8, device="cpu" if from_host else device, pin_memory=pinned)
     target = torch.empty_like(source, device=device)
-    return WORKING_SET / _median(lambda: target.copy_(source), device) / 1e6
+    return nbytes / _median(lambda: target.copy_(source), device) / 1e6
 
 
-def _pool(layout: Layout, device: torch.device) -> torch.Tensor:
+def _pool(layout: Layout, device: torch.device, nbytes: int) -> torch.Tensor:
     expert = {f"{m}.weight": torch.randn(layout.shape.matrix(m)) * 0.02 for m in ("up", "down")}
     blob, _ = make_blob(expert, layout, "clip")
-    return blob.to(device).repeat(max(2, WORKING_SET // layout.stride), 1)
+    return blob.to(device).repeat(max(2, nbytes // layout.stride), 1)
 
 
 def _median(call: Callable[[], Any], device: torch.device) -> float:

@@ -30,21 +30,23 @@ SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "vo
 BUDGETS = ("10%", "25%", "50%", "100%")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
+    p.add_argument("--small", action="store_true", help="the small model in place of the large one too")
+    p.add_argument("--budgets", nargs="+", default=list(BUDGETS), metavar="MEMORY", help="default: %(default)s")
     p.add_argument("--one", nargs=2, metavar=("FOLDER", "MEMORY"), help=argparse.SUPPRESS)
-    args = p.parse_args()
+    args = p.parse_args(arguments)
     quieten()
     if args.one:
         print(json.dumps(peak(Path(args.one[0]), args.one[1])))
         return
     with tempfile.TemporaryDirectory() as scratch:
         base = measured(make(Path(scratch) / "small", SMALL), "100%")["peak"]
-        large = make(Path(scratch) / "large", SHAPE)
+        large = make(Path(scratch) / "large", SMALL if args.small else SHAPE)
         print(f"Baseline {human(base)}.\n")
         print("| `--memory` | plan: dense, experts | peak above the baseline and the plan | prompt | decoded |")
         print("|---|---:|---:|---:|---:|")
-        for memory in BUDGETS:
+        for memory in args.budgets:
             found = measured(large, memory)
             planned = found["dense"] + found["slots"]
             over = found["peak"] - base - planned

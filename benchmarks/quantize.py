@@ -35,16 +35,18 @@ METHODS = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(prog="python -m benchmarks.quantize", description=__doc__)
+    p.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="NAME", help="default: all")
     p.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
     p.add_argument("--device", default="cpu", help="default: %(default)s")
-    args = p.parse_args()
+    args = p.parse_args(arguments)
     device = parse_device(args.device)
     print(
         "| matrix | method | million weights/s | of hqq | weight error | output error |\n|---|---|---:|---:|---:|---:|"
     )
-    for name, (rows, columns) in SHAPES.items():
+    for name in args.shapes:
+        rows, columns = SHAPES[name]
         torch.manual_seed(0)
         weight = torch.randn(rows, columns, device=device) * 0.02
         x, moments = inputs(columns, device)

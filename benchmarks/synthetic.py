@@ -23,6 +23,7 @@ from torch.nn.functional import linear
 from apex_engine.checkpoint.expert_file import expert_file, expert_file_name
 from apex_engine.checkpoint.manifest import LayerEntry, Manifest, Twin
 from apex_engine.cli.console import console
+from apex_engine.core.prefetch import Choice
 from apex_engine.kernels.base import Activation, swiglu
 from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.quantize.blob import make_blob
@@ -132,11 +133,11 @@ class Model:
 
     ready, unknown = True, ()  # of a predictor
 
-    def predict(self, now: int, later: int, x: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    def predict(self, now: int, later: int, x: Tensor) -> Choice:
         some = slice(self._token, self._token + len(x))
-        return self._trace.gates[some, later], self._trace.expected[some, later]
+        return Choice(self._trace.gates[some, later], self._trace.expected[some, later])
 
-    def watch(self, layer: int, x: Tensor) -> None:
+    def observe(self, layer: int, x: Tensor) -> None:
         pass
 
     def learn(self) -> None:

@@ -1,8 +1,8 @@
 """lm-eval's model class around a loaded model, so that an answer depends on its request and on nothing else.
 
-In `exact` and `deterministic` mode requests share the loads of a batch and nothing more (`together.py`). What `adaptive` mode
-answers depends on what is resident: there every request is served alone, from an empty cache, and its tokens are predicted as in
-generation, the context in one pass, then one token at a time.
+In `exact` and `deterministic` mode requests share the loads of a batch and nothing more (`runtime/batch.py`). What `adaptive`
+mode answers depends on what is resident: there every request is served alone, from an empty cache, and its tokens are predicted
+as in generation, the context in one pass, then one token at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineLM(HFLM):
         bar = tqdm(total=len(requests), desc="loglikelihoods", disable=disable_tqdm)
         for start in range(0, len(order), self.batch_size):
             some = order[start : start + self.batch_size]
-            for i, answer in zip(some, self._run([partial(self._answer, requests[i]) for i in some]), strict=True):
+            for i, answer in zip(some, self._run([partial(self.answer, requests[i]) for i in some]), strict=True):
                 answers[i] = answer
                 if requests[i][0] is not None:
                     self.cache_hook.add_partial("loglikelihood", requests[i][0], answer)
@@ -50,7 +50,7 @@ class EngineLM(HFLM):
         bar.close()
         return [answers[i] for i in range(len(requests))]
 
-    def _answer(self, request: Request) -> tuple[float, bool]:
+    def answer(self, request: Request) -> tuple[float, bool]:
         """Log-likelihood of the continuation, and whether it is the likeliest, token by token."""
         _, context, continuation = request
         if len(continuation) > self.max_length:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from apex_engine.cli.console import run
+from apex_engine.cli.console import program, run
 from apex_engine.quantize.forms import high_forms, low_forms
 from apex_engine.quantize.methods.table import METHODS
 from apex_engine.quantize.options import Options
@@ -14,7 +14,7 @@ from apex_engine.quantize.source.names import ALIASES
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
-        prog="python -m apex_engine.quantize",
+        prog=program("quantize"),
         description="Write an apex checkpoint: the model's dense part as it is, and two twins of every routed expert, HIGH "
         "(16-bit or INT8) and LOW (INT2, or what --low says). One pass over the source, never more than about a layer in "
         "memory; a run that was cut short goes on where it stopped.",

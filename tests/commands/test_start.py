@@ -37,11 +37,10 @@ def child(code, *arguments):
     return done.stdout.strip()
 
 
-LATER = {"eval"}  # until what they do lies in modules of its own
 THERE = [name for name, command in COMMANDS.items() if find_spec(command.module)]
 
 
-@pytest.mark.parametrize("name", ["", *(name for name in THERE if name not in LATER)])
+@pytest.mark.parametrize("name", ["", *THERE])
 def test_help_takes_less_than_a_second(name):
     assert cpu_seconds("-m", "apex_engine", *name.split(), "--help") < 1
 

@@ -6,7 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from apex_engine.eval.texts import domains
-from benchmarks.demo_tasks import FOLDER, files
+from benchmarks import demo_tasks
+from benchmarks.demo_tasks import FOLDER
 
 DOMAINS = ["kjv", "drama"]
 
@@ -26,10 +27,18 @@ def items(name):
     return [json.loads(line) for line in (FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_the_committed_files_are_the_generators():
-    made = files()
-    assert made == {path.name: path.read_bytes() for path in FOLDER.glob("*.jsonl")}
-    assert sum(map(len, made.values())) < 1_200_000
+@pytest.mark.parametrize("made", [{}, {"a.jsonl": b"1"}, {"a.jsonl": b"0", "b.jsonl": b""}])
+def test_a_file_that_is_not_the_generators_fails_the_check(made, tmp_path, monkeypatch):
+    """That the committed ones are is shown by `demo_tasks --check` among the commands of the docs."""
+    monkeypatch.setattr(demo_tasks, "FOLDER", tmp_path)
+    monkeypatch.setattr(demo_tasks, "files", lambda: made)
+    (tmp_path / "a.jsonl").write_bytes(b"0")
+    with pytest.raises(SystemExit, match="is not what"):
+        demo_tasks.main(["--check"])
+
+
+def test_the_committed_files_are_small():
+    assert 0 < sum(path.stat().st_size for path in FOLDER.glob("*.jsonl")) < 1_200_000
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -53,8 +62,17 @@ def test_one_choice_continues_the_context_and_the_others_are_from_elsewhere(doma
         assert len(set(choices)) == 4
         for choice in choices:
             assert len(choice.split()) == 8 and choice[0].islower()
-            elsewhere = [m.span() for m in re.finditer(f"(?<=[a-z] ){re.escape(choice)}", texts[domain])]
+            elsewhere = [(a, a + len(choice)) for a in found_at(choice, texts[domain])]
             assert choice == gold or any(b <= start or a >= start + len(whole) for a, b in elsewhere)
+
+
+def found_at(passage, text):
+    """Where it begins in mid-phrase."""
+    at = text.find(passage)
+    while at >= 0:
+        if re.fullmatch("[a-z] ", text[max(at - 2, 0) : at]):
+            yield at
+        at = text.find(passage, at + 1)
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -71,7 +89,7 @@ def test_no_request_of_the_group_differs_from_another_in_its_last_token_alone(bu
     tokenizer = AutoTokenizer.from_pretrained(bundled)
     asked = [(i["context"], word) for d in DOMAINS for i in items(f"continuation_{d}") for word in i["choices"]]
     asked += [(item["context"], item["word"]) for domain in DOMAINS for item in items(f"cloze_{domain}")]
-    ids = [tuple(tokenizer(f"{context} {word}")["input_ids"][:-1]) for context, word in asked]
+    ids = [tuple(ids[:-1]) for ids in tokenizer([f"{context} {word}" for context, word in asked])["input_ids"]]
     assert len(set(ids)) == len(ids)
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from benchmarks import decode
-from benchmarks.gpu_check import decoding
 from benchmarks.synthetic import SHAPES, Trace
 
 
@@ -29,8 +28,3 @@ def test_synthetic_runs_are_counted(tmp_path, host):
     assert runs["on-demand"]["coverage"] == 0 < runs["apex"]["coverage"]
     table = decode.markdown(result)
     assert all(f"| {name} |" in table for name in steps) and "beside apex: x" in table
-
-
-def test_the_gpu_check_decodes():
-    result = decoding("demo", "cpu")
-    assert result["host_memory"] == "100%" and len(result["runs"]) == 5

@@ -6,8 +6,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from apex_engine.eval import report as module
-from apex_engine.eval.report import html, markdown, write
+from apex_engine.checkpoint.manifest import Manifest, Twin
+from apex_engine.eval.report import plots
+from apex_engine.eval.report.contents import twins
+from apex_engine.eval.report.files import write
+from apex_engine.eval.report.markdown import markdown
+from apex_engine.eval.report.page import html
+from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 
@@ -148,6 +153,37 @@ def test_markdown_shows_the_numbers(report):
     assert "Not measured" not in text
 
 
+def test_twins_beyond_two_go_by_their_forms(report):
+    words = {"bfloat16": 0.5, "int4": 0.3, "int2": 0.15, "skip": 0.05}
+    report["ledger"]["deterministic"]["share_of_calls"] = words
+    report["ledger"]["deterministic"]["calls"] = {"bfloat16": 50, "int4": 30, "int2": 15, "skip": 5}
+    lines = markdown(report).splitlines()
+    assert "| mode |  | bfloat16 | int4 | int2 | skipped |" in lines
+    assert "| deterministic | share of calls | 50.0% | 30.0% | 15.0% | 5.0% |" in lines
+    assert {"bfloat16", "int4", "int2", "skipped"} <= set(Page(html(report)).words)
+
+
+def test_the_contents_name_as_many_twins_as_there_are():
+    shape = ExpertShape(64, 64, True)
+    forms = {"int2": ("int2", "int3"), "int8": ("int8", "int8"), "bfloat16": ("bfloat16", "bfloat16")}
+    made = [Twin(name, Layout(shape, *(matrix(form) for form in both))) for name, both in forms.items()]
+
+    def found(*some):
+        return twins(Manifest("source", "print", {"low_method": "clip"}, 4, some, (), 0))
+
+    assert found(*made) == {
+        **{"source": "source", "fingerprint": "print", "bfloat16": "bfloat16", "low_method": "clip"},
+        **{"int8": {"up": "int8", "down": "int8"}, "int2": {"up": "int2", "down": "int3"}},
+        **{"int8_bits": made[1].layout.bits_per_weight, "int2_bits": made[0].layout.bits_per_weight},
+    }
+    assert list(found(made[0], made[2])) == ["source", "fingerprint", "high", "low", "low_method", "low_bits"]
+    assert found(made[2])["high"] == "bfloat16" and "low" not in found(made[2])
+
+
+def matrix(form):
+    return MatrixFormat(form, 64 if form in ("int2", "int3") else 0)
+
+
 def test_every_row_of_a_table_is_as_wide_as_its_header(report):
     report["tasks"][0]["task"] = "a|b\\|c\nd"
     rows = [
@@ -173,8 +209,8 @@ def test_html_is_one_balanced_page_that_asks_for_nothing(report):
 
 def test_plots_take_the_colours_of_the_page(report):
     text = html(report)
-    assert "currentColor" in text and not any(colour in text for colour in module.CSS_COLOURS)
-    assert all(f"var(--{kind})" in text for kind in module.POINTS)
+    assert "currentColor" in text and not any(colour in text for colour in plots.CSS_COLOURS)
+    assert all(f"var(--{kind})" in text for kind in plots.POINTS)
 
 
 def test_html_shows_what_markdown_shows(report):
@@ -253,7 +289,7 @@ def test_a_failure_leaves_whole_files_only(report, tmp_path, monkeypatch):
     def broken(plot):
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(module, "_svg", broken)
+    monkeypatch.setattr("apex_engine.eval.report.page.svg", broken)
     with pytest.raises(RuntimeError, match="no ink"):
         write(report, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
