@@ -8,7 +8,7 @@ from torch import Tensor
 
 from apex_engine.errors import ApexError
 from apex_engine.kernels.base import Kernel
-from apex_engine.kernels.cpu.native import NativeKernel, select, sums_like_torch
+from apex_engine.kernels.cpu.native import NativeKernel, instruction_set, sums_like_torch
 from apex_engine.kernels.layout import RAW, Layout
 from apex_engine.kernels.reference import Reference
 
@@ -39,7 +39,7 @@ def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> 
 
         return TritonKernel(layout, memory)
     if name == "native":
-        if not on_cpu or not select():
+        if not on_cpu or not instruction_set():
             raise ApexError(
                 "kernels native need a CPU and a C compiler when apex-engine is installed: use --kernels auto"
             )
@@ -56,4 +56,4 @@ def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> 
 def _fastest(on_cpu: bool) -> str:
     if not on_cpu:
         return "torch"  # until `make gpu-check` has passed on a device; "triton" can be asked for
-    return "native" if select() else "numba" if find_spec("numba") else "torch"
+    return "native" if instruction_set() else "numba" if find_spec("numba") else "torch"

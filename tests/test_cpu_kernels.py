@@ -1,5 +1,7 @@
 """The CPU kernels against the reference with rounded inputs, on every instruction set this machine has."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat
 from apex_engine.kernels.reference import Reference, matrix_linear, round_inputs
 from apex_engine.quantize.blob import make_blob
 
-ISAS = [isa for isa in ("avx512-vnni", "avx2", "neon", "generic") if native.select(isa)]
+ISAS = [isa for isa in ("avx512-vnni", "avx2", "neon", "generic") if native.instruction_set(isa)]
 SWIGLU = Activation(lambda rows: silu(rows.chunk(2, -1)[0]) * rows.chunk(2, -1)[1], swiglu=True)
 ANOTHER = Activation(lambda rows: gelu(rows.chunk(2, -1)[0]) * (rows.chunk(2, -1)[1] + 1))
 NO_GATE = Activation(lambda rows: rows.relu().square())
@@ -76,15 +78,14 @@ def kernels_of(layout, memory):
 def test_a_matrix_equals_the_reference(isa, name):
     hidden, intermediate, up, down, group = SHAPES[name]
     layout, memory = a_pool(ExpertShape(hidden, intermediate, True), form(up, group), form(down, group), slots=2)
-    kernel = native.NativeKernel(layout, memory)
-    assert native.select(isa) == isa
+    kernel = native.NativeKernel(layout, memory, isa=isa)
+    assert kernel.name == f"native {isa}"
     for tokens in (1, 2, 3, 4, 5, 16, 17, 40):
         for matrix in ("up", "down"):
             x = torch.randn(tokens, layout.shape.matrix(matrix)[1])
             expected = matrix_linear(x, layout.views(memory[1]), matrix, layout, rounded=True)
             worst, rms = errors(kernel.linear(x, 1, matrix), expected)
             assert worst <= 1e-5 and rms <= 1e-5, (matrix, tokens, worst, rms)
-    native.select()
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if SHAPES[name][4]])
@@ -132,8 +133,7 @@ def test_routed_experts(bits, activation, gated, bias, dtype):
 def test_sixteen_bit_experts_round_where_torch_rounds(isa, form):
     """Equal to torch but where the order of a sum decides between two neighbours; a few such in 10,000."""
     layout, memory = a_pool(ExpertShape(192, 384, True), MatrixFormat(form), MatrixFormat(form), slots=2)
-    kernel, pairs, dtype = native.NativeKernel(layout, memory), np.arange(4), getattr(torch, form)
-    assert native.select(isa) == isa
+    kernel, pairs, dtype = native.NativeKernel(layout, memory, isa=isa), np.arange(4), getattr(torch, form)
     routed, gates, unlike = Routed(np.array([0, 4]), pairs, pairs), torch.ones(4), 0
     for _ in range(20):
         x = torch.randn(4, 192).to(dtype)
@@ -144,7 +144,34 @@ def test_sixteen_bit_experts_round_where_torch_rounds(isa, form):
         unlike += (found != expected).sum().item()
         assert errors(found, expected)[1] <= 2e-3
     assert unlike <= 0.02 * 20 * 4 * 192
-    native.select()
+
+
+@pytest.mark.skipif(len(ISAS) < 2, reason="needs a machine with a second instruction set")
+def test_kernels_of_two_instruction_sets_compute_at_once():
+    """Each gives the bits of its own, whatever the other one does meanwhile, and whichever was made last."""
+    layout, memory = a_pool(ExpertShape(192, 384, True), form(2, 64), form(3, 64), slots=1)
+    x, pairs = torch.randn(4, 192), np.arange(4)
+    routed, gates = Routed(np.array([0, 4]), pairs, pairs), torch.ones(4)
+
+    def outputs(kernel: native.NativeKernel, times: int = 200) -> list[torch.Tensor]:
+        found = torch.zeros(times, 4, 192)
+        for out in found:
+            kernel(x, [0], routed, gates, SWIGLU, out)
+        return list(found)
+
+    kernels, alone = [], []
+    for isa in (ISAS[0], ISAS[-1]):  # one after the other is made and asked
+        kernels.append(native.NativeKernel(layout, memory, isa=isa))
+        alone.append(outputs(kernels[-1], 1)[0])
+    assert not torch.equal(*alone), "these inputs do not tell the instruction sets apart"
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(outputs, kernels))
+    for kernel, expected, found in zip(kernels, alone, both, strict=True):
+        assert all(torch.equal(expected, out) for out in found), kernel.name
+
+
+def test_an_instruction_set_that_is_not_there():
+    assert native.instruction_set("avx1024") is None
 
 
 def beside_torch(kernel, layout, memory, x, slots, routed, gates):
@@ -329,8 +356,8 @@ class TestPick:
         return pick.pick(kernels, layout, torch.zeros(1, layout.stride, dtype=torch.uint8)).name
 
     def test_the_fastest_is_picked_and_named(self):
-        assert self.name("auto", self.LOW) == f"native {native.select()}"
-        assert self.name("auto", self.HIGH) == f"native {native.select()}"
+        assert self.name("auto", self.LOW) == f"native {native.instruction_set()}"
+        assert self.name("auto", self.HIGH) == f"native {native.instruction_set()}"
 
     def test_any_can_be_forced(self):
         assert self.name("torch", self.LOW) == "torch"

@@ -494,8 +494,9 @@ static void plane_row_neon(const uint8_t *codes, ptrdiff_t bytes, int p, ptrdiff
 /* ---- which machine ---- */
 
 /* To be raised with VERSION in native.py where what is called from there changes. */
-int apex_version(void) { return 1; }
+int apex_version(void) { return 2; }
 
+/* What computes with an instruction set. Constant: whoever calls says which, and nobody can change it meanwhile. */
 struct isa {
     const char *name;
     plane_row plane;
@@ -505,7 +506,12 @@ struct isa {
 };
 
 static const struct isa GENERIC = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
-static struct isa chosen = {"generic", plane_row_generic, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+#if defined(__x86_64__)
+static const struct isa IN_AVX512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512};
+static const struct isa IN_AVX2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL};
+#elif defined(__aarch64__)
+static const struct isa NEON = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
+#endif
 
 /* Whether this machine can do IN_PAIRS. */
 int apex_has_pairs(void) {
@@ -518,29 +524,25 @@ int apex_has_pairs(void) {
 #endif
 }
 
-/* Takes the named instruction set, or the best for NULL. Returns its name, or NULL where this machine does not have it. */
-const char *apex_select(const char *name) {
+/* The named instruction set, or the best for NULL. NULL where this machine does not have it. */
+const struct isa *apex_isa(const char *name) {
 #if defined(__x86_64__)
-    static const struct isa avx512 = {"avx512-vnni", plane_row_avx512, row_scales_avx512, {int8_row_avx512, bfloat_row_avx512, half_row_avx512}, int2_rows_avx512};
-    static const struct isa avx2 = {"avx2", plane_row_avx2, row_scales_avx2, {int8_row_avx2, bfloat_row_avx2, half_row_avx2}, NULL};
     __builtin_cpu_init();
     const int has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const int has_avx512 = has_avx2 && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    const struct isa *known[] = {has_avx512 ? &avx512 : NULL, has_avx2 ? &avx2 : NULL, &GENERIC};
+    const struct isa *known[] = {has_avx512 ? &IN_AVX512 : NULL, has_avx2 ? &IN_AVX2 : NULL, &GENERIC};
 #elif defined(__aarch64__)
-    static const struct isa neon = {"neon", plane_row_neon, row_scales_generic, {int8_row_generic, bfloat_row_generic, half_row_generic}, NULL};
-    const struct isa *known[] = {&neon, &GENERIC};
+    const struct isa *known[] = {&NEON, &GENERIC};
 #else
     const struct isa *known[] = {&GENERIC};
 #endif
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
-        if (known[i] && (!name || !strcmp(name, known[i]->name))) {
-            chosen = *known[i];
-            return chosen.name;
-        }
+        if (known[i] && (!name || !strcmp(name, known[i]->name))) return known[i];
     return NULL;
 }
+
+const char *apex_isa_name(const struct isa *isa) { return isa->name; }
 
 /* ---- matrices ---- */
 
@@ -661,12 +663,13 @@ static struct inputs part(const struct matrix *m, const struct inputs *in, int t
 }
 
 /* y[t * ystride + i] = row n + i times the inputs, for i < count, T <= TOKENS. */
-static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const struct inputs *in, float *y, ptrdiff_t ystride) {
+static void rows(const struct isa *isa, const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const struct inputs *in, float *y,
+                 ptrdiff_t ystride) {
     const ptrdiff_t K = m->K, G = groups(m);
     const int T = in->T;
     const uint16_t *scale = (const uint16_t *)m->scale + n * G, *zero = m->zero + n * G;
-    if (m->bits == 2 && m->group == 64 && chosen.int2) {
-        chosen.int2(m->codes[0] + n * K / 4, scale, zero, G, count, in->xi[0], in->stride[0], in->scale, in->sum, T, y, ystride);
+    if (m->bits == 2 && m->group == 64 && isa->int2) {
+        isa->int2(m->codes[0] + n * K / 4, scale, zero, G, count, in->xi[0], in->stride[0], in->scale, in->sum, T, y, ystride);
         return;
     }
 #ifdef AVX512_BF16
@@ -678,11 +681,11 @@ static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const str
 #endif
     float scales[G + 1], sums[TOKENS];
     for (ptrdiff_t i = 0; i < count; i++, scale += G, zero += G, n++) {
-        if (m->group) chosen.scales(scale, zero, G, in->sum, T, scales, sums);
-        else chosen.plain[m->format](m->codes[0] + n * K * (m->format == INT8 ? 1 : 2), in->x, K, T, sums);
+        if (m->group) isa->scales(scale, zero, G, in->sum, T, scales, sums);
+        else isa->plain[m->format](m->codes[0] + n * K * (m->format == INT8 ? 1 : 2), in->x, K, T, sums);
         for (int j = 0; j < in->planes; j++) {
             const ptrdiff_t b = m->group * in->widths[j] / 8, bytes = K * in->widths[j] / 8;
-            const plane_row plane = b % 4 || b > BLOCK ? plane_row_generic : chosen.plane;
+            const plane_row plane = b % 4 || b > BLOCK ? plane_row_generic : isa->plane;
             float acc[TOKENS] = {0};
             plane(m->codes[j] + n * bytes, bytes, in->widths[j], b, in->xi[j], in->stride[j], scales, in->scale, G, T, acc);
             for (int t = 0; t < T; t++) sums[t] += j ? 4 * acc[t] : acc[t]; /* the high plane of three bits counts fours */
@@ -693,7 +696,7 @@ static void rows(const struct matrix *m, ptrdiff_t n, ptrdiff_t count, const str
 }
 
 /* y [T][N] = x [T][K] times the matrix, any T. Returns 0, or -1 without memory. */
-int apex_linear(const struct matrix *m, const float *x, ptrdiff_t tokens, float *y) {
+int apex_linear(const struct isa *isa, const struct matrix *m, const float *x, ptrdiff_t tokens, float *y) {
     void *room = malloc(room_bytes(m, tokens < TOKENS ? (int)tokens : TOKENS));
     if (!room) return -1;
     for (ptrdiff_t done = 0; done < tokens; done += TOKENS) {
@@ -705,7 +708,7 @@ int apex_linear(const struct matrix *m, const float *x, ptrdiff_t tokens, float 
             for (int t = 0; t < T; t++) arrange(m, &in, t);
 #pragma omp for schedule(static)
             for (ptrdiff_t n = 0; n < m->N; n += TILE)
-                rows(m, n, m->N - n < TILE ? m->N - n : TILE, &in, y + done * m->N + n, m->N);
+                rows(isa, m, n, m->N - n < TILE ? m->N - n : TILE, &in, y + done * m->N + n, m->N);
         }
     }
     free(room);
@@ -722,6 +725,7 @@ struct block {
 };
 
 struct work {
+    const struct isa *isa;
     const void *x;
     const float *gates;
     float *out;
@@ -792,8 +796,8 @@ static void up_tile(const struct work *w, ptrdiff_t j) {
     float gate[TOKENS * TILE], up[TOKENS * TILE];
     ptrdiff_t n, count;
     const struct block *b = tile_of(w, w->I, j, &n, &count);
-    rows(&b->expert->up, n, count, &b->up, gate, w->tile);
-    rows(&b->expert->up, w->I + n, count, &b->up, up, w->tile);
+    rows(w->isa, &b->expert->up, n, count, &b->up, gate, w->tile);
+    rows(w->isa, &b->expert->up, w->I + n, count, &b->up, up, w->tile);
     for (int t = 0; t < b->T; t++)
         swiglu(gate + t * w->tile, up + t * w->tile, count, w->round, w->hidden + (b->at + t) * w->I + n);
 }
@@ -802,7 +806,7 @@ static void down_tile(const struct work *w, ptrdiff_t j) {
     float down[TOKENS * TILE];
     ptrdiff_t n, count;
     const struct block *b = tile_of(w, w->H, j, &n, &count);
-    rows(&b->expert->down, n, count, &b->down, down, w->tile);
+    rows(w->isa, &b->expert->down, n, count, &b->down, down, w->tile);
     for (int t = 0; t < b->T; t++) {
         const int64_t to = w->row[b->at + t];
         const float gate = w->gates[to], *from = down + t * w->tile;
@@ -847,15 +851,15 @@ static void swiglu_experts(struct work *w) {
  * out[rows[j]] [H] = gates[rows[j]] * expert(x[tokens[j]]). The 16-bit format, 0 for float: `x_format` of x, `round` of the
  * activations.
  * Returns 0, or -1 without memory. */
-int apex_swiglu_experts(const struct expert *experts, const int64_t *slots, ptrdiff_t count, const int64_t *first,
-                        const int64_t *tokens, const int64_t *rows, const float *gates, const void *x, int x_format, int round,
-                        float *out) {
+int apex_swiglu_experts(const struct isa *isa, const struct expert *experts, const int64_t *slots, ptrdiff_t count,
+                        const int64_t *first, const int64_t *tokens, const int64_t *rows, const float *gates, const void *x,
+                        int x_format, int round, float *out) {
     if (!count || first[count] == first[0]) return 0;
     const int64_t all = first[count] - first[0];
     const int most = all < PAIRS ? (int)all : PAIRS;
     const struct matrix *up = &experts[slots[0]].up, *down = &experts[slots[0]].down;
     const size_t up_bytes = room_bytes(up, most), down_bytes = room_bytes(down, most);
-    struct work work = {.x = x, .gates = gates, .out = out, .x_format = x_format, .round = round, .H = up->K, .I = down->K};
+    struct work work = {.isa = isa, .x = x, .gates = gates, .out = out, .x_format = x_format, .round = round, .H = up->K, .I = down->K};
     work.wide = malloc((size_t)most * (size_t)(up->K + down->K) * sizeof(float) + (up_bytes > down_bytes ? up_bytes : down_bytes));
     if (!work.wide) return -1;
     work.hidden = work.wide + most * up->K;

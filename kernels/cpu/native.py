@@ -9,7 +9,7 @@ INT8 and 16-bit twins keep float inputs. 16-bit twins are computed here for a fe
 rounding where torch rounds: after each matrix, the activation and the product, to the dtype of `x`. `sums_like_torch` tells where
 bfloat16 twins can have the very sums of torch, for one token: where a sum's order is that of oneDNN's kernel for avx512-bf16.
 
-Instruction sets, the best chosen when the library is loaded: avx512-vnni, avx2, neon, generic.
+Instruction sets: avx512-vnni, avx2, neon, generic. A kernel is made with one, the best unless told, and keeps it.
 
 Letters: T tokens of a step, K chosen experts a token, S slots, N rows, H hidden.
 """
@@ -37,7 +37,7 @@ from apex_engine.kernels.reference import Reference, one_by_one, unfused
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
 IN_PAIRS = 3
-VERSION = 1  # of the functions and structs of native.c: apex_version there
+VERSION = 2  # of the functions and structs of native.c: apex_version there
 ROUND = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -75,19 +75,20 @@ def library() -> ctypes.CDLL | None:
                 f"{path} is of another version of this project: install it again (pip install -e .)", stacklevel=2
             )
             continue
-        lib.apex_select.restype = ctypes.c_char_p
         size, address = ctypes.c_ssize_t, ctypes.c_void_p
-        lib.apex_linear.argtypes = [address, address, size, address]
-        lib.apex_swiglu_experts.argtypes = [address, address, size, *5 * [address], *2 * [ctypes.c_int], address]
+        lib.apex_isa.argtypes, lib.apex_isa.restype = [ctypes.c_char_p], address
+        lib.apex_isa_name.argtypes, lib.apex_isa_name.restype = [address], ctypes.c_char_p
+        lib.apex_linear.argtypes = [address, address, address, size, address]
+        lib.apex_swiglu_experts.argtypes = [*3 * [address], size, *5 * [address], *2 * [ctypes.c_int], address]
         return lib
     return None
 
 
-def select(isa: str | None = None) -> str | None:
-    """Use the instruction set `isa`, or the best. Returns its name; None where this machine does not have it."""
+def instruction_set(name: str | None = None) -> str | None:
+    """The name of the instruction set `name`, or of the best; None where this machine or the library does not have it."""
     lib = library()
-    name = lib.apex_select(isa.encode() if isa else None) if lib else None
-    return name.decode() if name else None
+    isa = lib.apex_isa(name.encode() if name else None) if lib else None
+    return lib.apex_isa_name(isa).decode() if lib and isa else None
 
 
 def sums_like_torch(layout: Layout, memory: Tensor) -> bool:
@@ -123,14 +124,14 @@ def sums_like_torch(layout: Layout, memory: Tensor) -> bool:
 class NativeKernel:
     """Experts of a pool on the CPU."""
 
-    def __init__(self, layout: Layout, memory: Tensor, like_torch: bool = False) -> None:
+    def __init__(self, layout: Layout, memory: Tensor, like_torch: bool = False, isa: str | None = None) -> None:
         """`memory`: uint8 `[S, stride]` on the CPU. `like_torch`, where `sums_like_torch`: give torch's own results to the bit,
-        which is by torch for all but one bfloat16 token."""
-        lib = library()
-        assert lib is not None
-        isa = select()
-        self.name = "native avx512-bf16" if like_torch else f"native {isa}"
+        which is by torch for all but one bfloat16 token. `isa`: an instruction set that `instruction_set` knows, or the best."""
+        lib, name = library(), instruction_set(isa)
+        assert lib is not None and name is not None
+        self.name = "native avx512-bf16" if like_torch else f"native {name}"
         self._lib, self._layout = lib, layout
+        self._isa = lib.apex_isa(name.encode())
         self._memory = memory  # the structs below point into it
         self._raw = layout.up.name in RAW
         assert lib.apex_has_pairs() or not like_torch
@@ -155,6 +156,7 @@ class NativeKernel:
             return
         x = x.contiguous()
         failed = self._lib.apex_swiglu_experts(
+            self._isa,
             self._experts,
             struct.pack(f"{len(slots)}q", *slots),  # bytes are handed over ten times as fast as the address of an array
             len(slots),
@@ -181,7 +183,7 @@ class NativeKernel:
         x = x.contiguous()
         form = getattr(self._experts[slot], matrix)
         y = torch.empty(len(x), form.n, dtype=torch.float32, device="cpu")  # whatever the defaults are
-        if self._lib.apex_linear(ctypes.byref(form), x.data_ptr(), len(x), y.data_ptr()):
+        if self._lib.apex_linear(self._isa, ctypes.byref(form), x.data_ptr(), len(x), y.data_ptr()):
             raise MemoryError
         return y + self._layout.views(self._memory[slot])[f"{matrix}.bias"] if self._layout.shape.bias else y
 
