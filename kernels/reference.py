@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from apex_engine.kernels.base import Activation, Routed, Views, swiglu
-from apex_engine.kernels.layout import RAW, Layout, dequantize
+from apex_engine.kernels.layout import Layout, dequantize
 
 
 class Reference:
@@ -31,7 +31,7 @@ class Reference:
         self.name = "torch"
         self._layout, self._round = layout, round_inputs
         self._views = [layout.views(slot) for slot in memory]  # made once: they stay where they are
-        self._plain = layout.up.name in RAW and layout.down.name in RAW and not layout.shape.bias
+        self._plain = bool(layout.up.raw and layout.down.raw) and not layout.shape.bias
 
     def __call__(
         self, x: Tensor, slots: Sequence[int], routed: Routed, gates: Tensor, activation: Activation, out: Tensor
@@ -92,7 +92,7 @@ def expert_ffn(
 def matrix_linear(x: Tensor, views: Views, matrix: str, layout: Layout, rounded: bool = False) -> Tensor:
     """`x` `[M, K]` times the matrix "up" or "down", bias included: `[M, N]`, in float32 for a quantized matrix."""
     form = layout.format(matrix)
-    if form.name in RAW:
+    if form.raw:
         weight = views[f"{matrix}.weight"].to(x.dtype)
     else:
         x, weight = x.float(), dequantize(views, matrix, layout)

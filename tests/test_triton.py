@@ -22,7 +22,10 @@ from apex_engine.kernels.base import Activation, Routed  # noqa: E402
 from apex_engine.kernels.layout import MATRICES, ExpertShape, Layout, MatrixFormat, dequantize  # noqa: E402
 from apex_engine.kernels.packing import pack  # noqa: E402
 from apex_engine.kernels.reference import Reference  # noqa: E402
-from apex_engine.kernels.triton import compile_matrix, gpu  # noqa: E402
+from apex_engine.kernels.triton import cases as ahead  # noqa: E402
+from apex_engine.kernels.triton import compile_matrix, tiles  # noqa: E402
+from apex_engine.kernels.triton.kernel import TritonKernel  # noqa: E402
+from apex_engine.kernels.triton.launch import INTERPRETED  # noqa: E402
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 2e-3, F16: 2e-3}  # of the largest, and of the RMS, value of the output
@@ -34,8 +37,8 @@ INT8, RAW_BF16, RAW_F16 = map(MatrixFormat, ("int8", "bfloat16", "float16"))
 def _few_programs(monkeypatch):
     """The interpreter runs one program after the other: fewer and larger ones."""
     if DEVICE == "cpu":
-        for key, blocks in gpu.GEMV.items():
-            monkeypatch.setitem(gpu.GEMV, key, blocks._replace(rows=256))
+        for key, blocks in tiles.GEMV.items():
+            monkeypatch.setitem(tiles.GEMV, key, blocks._replace(rows=256))
 
 
 def swiglu(rows):
@@ -212,10 +215,12 @@ def check(case: Case) -> None:
     gates = torch.rand(rows, device=DEVICE)
     expected, found = (torch.full((rows, case.hidden), float("nan"), device=DEVICE) for _ in range(2))
     plain = case.activation
-    if case.tokens > gpu.DECODE_TOKENS:  # rounded between the matrices, as the module says: the rest is held to account
+    if (
+        case.tokens > tiles.DECODE_TOKENS
+    ):  # rounded between the matrices, as the module says: the rest is held to account
         plain = replace(plain, apply=lambda rows: case.activation.apply(rows).to(case.dtype).float())
     Reference(case.layout, memory)(x.float(), slots, routed, gates, plain, expected)
-    gpu.TritonKernel(case.layout, memory)(x, slots, routed, gates, case.activation, found)
+    TritonKernel(case.layout, memory)(x, slots, routed, gates, case.activation, found)
     served = torch.zeros(rows, dtype=torch.bool)
     served[routed.rows] = True
     assert found[~served].isnan().all(), "a row was written that nobody serves"
@@ -239,7 +244,7 @@ def test_any_number_of_tokens(tokens):
 
 def test_no_tokens():
     layout = Case("").layout
-    kernel = gpu.TritonKernel(layout, torch.zeros(2, layout.stride, dtype=torch.uint8, device=DEVICE))
+    kernel = TritonKernel(layout, torch.zeros(2, layout.stride, dtype=torch.uint8, device=DEVICE))
     none = np.zeros(0, np.int64)
     empty = torch.zeros(0, device=DEVICE)
     for slots in ([], [0, 1]):
@@ -256,7 +261,7 @@ def test_a_code_by_hand():
     out = torch.full((32, 32), float("nan"), device=DEVICE)
     routed = Routed(np.array([0, 32]), np.arange(32), np.arange(32))
     x, gates = torch.eye(32, device=DEVICE), torch.ones(32, device=DEVICE)
-    gpu.TritonKernel(case.layout, memory)(x, [0], routed, gates, Activation(lambda rows: rows), out)
+    TritonKernel(case.layout, memory)(x, [0], routed, gates, Activation(lambda rows: rows), out)
     torch.testing.assert_close(out.T, dequantize(views, "up", case.layout), rtol=1e-5, atol=1e-7)
 
 
@@ -276,7 +281,7 @@ def test_a_code_by_hand():
 )
 def test_what_would_leave_its_tensors_is_refused(changed: dict[str, Any], message):
     layout = Case("").layout
-    kernel = gpu.TritonKernel(layout, torch.zeros(6, layout.stride, dtype=torch.uint8, device=DEVICE))
+    kernel = TritonKernel(layout, torch.zeros(6, layout.stride, dtype=torch.uint8, device=DEVICE))
     call: dict[str, Any] = {
         "x": torch.zeros(2, 128),
         "slots": [0],
@@ -292,7 +297,7 @@ def test_what_would_leave_its_tensors_is_refused(changed: dict[str, Any], messag
 
 def test_slots_of_another_layout_are_refused():
     with pytest.raises(ApexError, match="are not uint8"):
-        gpu.TritonKernel(Case("").layout, torch.zeros(2, 4096, dtype=torch.uint8, device=DEVICE))
+        TritonKernel(Case("").layout, torch.zeros(2, 4096, dtype=torch.uint8, device=DEVICE))
 
 
 def test_kernels_compile_without_spills():
@@ -303,7 +308,8 @@ def test_kernels_compile_without_spills():
         for tokens in (1, 64)
     ]
     program = (
-        "import json; from apex_engine.kernels.triton.compile_matrix import Case, compile_case\n"
+        "import json; from apex_engine.kernels.triton.cases import Case\n"
+        "from apex_engine.kernels.triton.compiler import compile_case\n"
         f"print(json.dumps([compile_case(Case(*case)).fault(case[0]) for case in {cases}]))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -313,27 +319,24 @@ def test_kernels_compile_without_spills():
 
 
 def test_every_format_and_target_is_in_the_matrix():
-    cases = list(compile_matrix.cases(list(compile_matrix.SHARED), list(compile_matrix.FORMATS)))
+    cases = list(ahead.cases(list(ahead.SHARED), list(ahead.FORMATS)))
     assert len(set(cases)) == len(cases)
-    kernels = {(target, 1) for target in compile_matrix.SHARED} | {
-        (t, m) for t in (80, 86, 89, 90, 100) for m in (16, 64)
-    }
+    kernels = {(target, 1) for target in ahead.SHARED} | {(t, m) for t in (80, 86, 89, 90, 100) for m in (16, 64)}
     for matrix in MATRICES:
-        for form in compile_matrix.FORMATS:
+        for form in ahead.FORMATS:
             assert {(c.target, c.tokens) for c in cases if (c.matrix, c.format) == (matrix, form)} == kernels
 
 
 def test_what_fails_the_matrix():
-    assert compile_matrix.Usage(255, 0, 99 * 1024, 1.0).fault(89) == ""
-    assert compile_matrix.Usage(255, 0, 99 * 1024 + 4, 1.0).fault(86) == "needs 101380 bytes of shared memory of 101376"
-    assert compile_matrix.Usage(255, 8, 0, 1.0).fault(80) == "spills 8 bytes"
+    assert ahead.Usage(255, 0, 99 * 1024, 1.0).fault(89) == ""
+    assert ahead.Usage(255, 0, 99 * 1024 + 4, 1.0).fault(86) == "needs 101380 bytes of shared memory of 101376"
+    assert ahead.Usage(255, 8, 0, 1.0).fault(80) == "spills 8 bytes"
 
 
-@pytest.mark.skipif(not gpu.INTERPRETED, reason="needs the interpreter")
-def test_the_matrix_refuses_to_compile_interpreted_kernels(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["compile_matrix", "--target", "80"])
+@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
+def test_the_matrix_refuses_to_compile_interpreted_kernels():
     with pytest.raises(ApexError, match="unset it"):
-        compile_matrix.main()
+        compile_matrix.main(compile_matrix.parse(["--target", "80"]))
 
 
 @pytest.mark.gpu

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from apex_engine.kernels.base import Activation, Routed, Views
 from apex_engine.kernels.layout import MATRICES, Layout, MatrixFormat
-from apex_engine.kernels.packing import PLANES
 from apex_engine.kernels.reference import one_by_one, unfused
 
 TILE = 32  # rows that a thread takes at once
@@ -64,7 +63,7 @@ class JitKernel:
             y = np.empty((len(x), len(scale)), np.float32)
             _offsets(scale, zero, xsum, y)
             weight = 1
-            for plane, width in zip(codes, PLANES[form.bits], strict=True):
+            for plane, width in zip(codes, form.planes, strict=True):
                 _plane(plane, width, form.group, xi, xscale, scale, np.float32(weight), y)
                 weight <<= width
         result = torch.from_numpy(y)
@@ -73,7 +72,7 @@ class JitKernel:
 
 def _arrays(views: Views, matrix: str, layout: Layout) -> tuple[list[NDArray], NDArray, NDArray]:
     """Codes of each plane, and the bits of scale and zero, which numba has no type for."""
-    codes = [views[f"{matrix}.codes{i}"].numpy() for i in range(len(PLANES[layout.format(matrix).bits]))]
+    codes = [views[f"{matrix}.{part}"].numpy() for part in layout.format(matrix).held]
     scale, zero = (views[f"{matrix}.{part}"].view(torch.int16).numpy().view(np.uint16) for part in ("scale", "zero"))
     return codes, scale, zero
 

@@ -30,8 +30,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from apex_engine.kernels.base import Activation, Routed
-from apex_engine.kernels.layout import MATRICES, RAW, Layout
-from apex_engine.kernels.packing import PLANES
+from apex_engine.kernels.layout import MATRICES, Layout
 from apex_engine.kernels.reference import Reference, one_by_one, unfused
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
@@ -133,7 +132,7 @@ class NativeKernel:
         self._lib, self._layout = lib, layout
         self._isa = lib.apex_isa(name.encode())
         self._memory = memory  # the structs below point into it
-        self._raw = layout.up.name in RAW
+        self._raw = layout.up.raw is not None
         assert lib.apex_has_pairs() or not like_torch
         self._like_torch, self._tried = like_torch, _settings()
         self._torch = Reference(layout, memory)
@@ -198,11 +197,7 @@ def _expert(layout: Layout, base: int, like_torch: bool) -> Expert:
     matrices = []
     for matrix in MATRICES:
         form = layout.format(matrix)
-        if form.grouped:
-            names = [f"{matrix}.codes{i}" for i in range(len(PLANES[form.bits]))]
-        else:
-            names = [f"{matrix}.weight" if form.name in RAW else f"{matrix}.codes"]
-        codes = (ctypes.c_void_p * 2)(*(at[name] for name in names))
+        codes = (ctypes.c_void_p * 2)(*(at[f"{matrix}.{part}"] for part in form.held))
         scale, zero = (at.get(f"{matrix}.{part}", 0) for part in ("scale", "zero"))
         n, k = layout.shape.matrix(matrix)
         number = IN_PAIRS if like_torch else FORMATS.get(form.name, 0)
