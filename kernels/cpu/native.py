@@ -144,7 +144,7 @@ class NativeKernel:
         fused = activation.swiglu and activation.finish is None and not self._layout.shape.bias
         if self._raw:
             # Each expert by itself: what else is in the call depends on what is resident.
-            to_torch = np.diff(routed.first) > (self._most_tokens(x.dtype) if fused else 0)
+            to_torch = np.diff(routed.first) > (self.most_tokens(x.dtype) if fused else 0)
             if to_torch.any():
                 self._torch(x, *_some(slots, routed, to_torch), gates, activation, out)
                 slots, routed = _some(slots, routed, ~to_torch)
@@ -171,7 +171,7 @@ class NativeKernel:
         if failed:
             raise MemoryError
 
-    def _most_tokens(self, dtype: torch.dtype) -> int:
+    def most_tokens(self, dtype: torch.dtype) -> int:
         """Of an expert that is computed here, for a 16-bit twin."""
         if self._like_torch:  # with other threads, oneDNN may divide a long row of few outputs among them
             return int(dtype == torch.bfloat16 and _settings() == self._tried)

@@ -1,31 +1,23 @@
 """The Triton kernels against the plain expert: interpreted where there is no GPU, compiled where there is one."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from expert_pools import CLAMPED, DEVICE, NORMED, SWIGLU, fill
+from torch.nn.functional import silu
+
+from apex_engine.errors import ApexError
+from apex_engine.kernels.base import Activation, Routed
+from apex_engine.kernels.layout import ExpertShape, Layout, MatrixFormat, dequantize
+from apex_engine.kernels.reference import Reference
 
 pytest.importorskip("triton", reason="needs triton, which has no build for this platform")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
 
-from apex_engine.errors import ApexError  # noqa: E402
-from apex_engine.kernels.base import Activation, Routed  # noqa: E402
-from apex_engine.kernels.layout import MATRICES, ExpertShape, Layout, MatrixFormat, dequantize  # noqa: E402
-from apex_engine.kernels.packing import pack  # noqa: E402
-from apex_engine.kernels.reference import Reference  # noqa: E402
-from apex_engine.kernels.triton import cases as ahead  # noqa: E402
-from apex_engine.kernels.triton import compile_matrix, tiles  # noqa: E402
-from apex_engine.kernels.triton.kernel import TritonKernel  # noqa: E402
-from apex_engine.kernels.triton.launch import INTERPRETED  # noqa: E402
+from apex_engine.kernels.triton import launch, tiles
+from apex_engine.kernels.triton.kernel import TritonKernel
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 TOLERANCE = {F32: 1e-5, BF16: 2e-3, F16: 2e-3}  # of the largest, and of the RMS, value of the output
@@ -33,29 +25,16 @@ INT2, INT3, INT4 = (MatrixFormat(f"int{bits}", 64) for bits in (2, 3, 4))
 INT8, RAW_BF16, RAW_F16 = map(MatrixFormat, ("int8", "bfloat16", "float16"))
 
 
-@pytest.fixture(autouse=True)
-def _few_programs(monkeypatch):
-    """The interpreter runs one program after the other: fewer and larger ones."""
+@pytest.fixture
+def few_programs(monkeypatch):
+    """The interpreter runs one program after the other: fewer and larger ones than those of the table."""
     if DEVICE == "cpu":
-        for key, blocks in tiles.GEMV.items():
-            monkeypatch.setitem(tiles.GEMV, key, blocks._replace(rows=256))
-
-
-def swiglu(rows):
-    gate, up = rows.chunk(2, -1)
-    return silu(gate) * up
-
-
-def clamped(rows):
-    gate, up = rows.chunk(2, -1)
-    return gelu(gate.clamp(max=0.1)) * (up + 1)
-
-
-def norm(y):
-    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
-
-
-SWIGLU = Activation(swiglu, swiglu=True)
+        launch.launch.cache_clear()
+        for table in (tiles.GEMV, tiles.GEMM):
+            for key, blocks in table.items():
+                monkeypatch.setitem(table, key, blocks._replace(rows=256))
+    yield
+    launch.launch.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -68,9 +47,9 @@ class Case:
     hidden: int = 128
     intermediate: int = 64
     tokens: int = 2
-    choices: int = 2
+    choices: int = 1
     slots: int = 6
-    experts: int = 4
+    experts: int = 3
     dtype: torch.dtype = F32
     activation: Activation = SWIGLU
     gated: bool = True
@@ -87,14 +66,14 @@ def group(form: MatrixFormat, size: int) -> MatrixFormat:
 
 DECODE = [
     Case("one token, one expert, one slot", tokens=1, choices=1, slots=1, experts=1),
-    Case("two slots", tokens=1, slots=2, experts=2),
-    Case("I of Qwen3: twelve groups, not a power of two", hidden=768, intermediate=192, tokens=1),
+    Case("two slots", tokens=1, choices=2, slots=2, experts=2),
+    Case("I of Qwen3: twelve groups, not a power of two", hidden=768, intermediate=192, tokens=1, choices=2),
     Case("K of OLMoE's third: three groups", hidden=192, intermediate=384, tokens=1),
     Case("K = 640: ten groups in tiles of eight", hidden=640, intermediate=64, tokens=1),
-    Case("I = 1408: the last tile of rows is cut", hidden=64, intermediate=1408, tokens=1, choices=1, experts=2),
-    Case("60 slots, most without a token", hidden=64, slots=60, experts=60, tokens=3),
-    Case("16 tokens: the most of a decode step", hidden=64, tokens=16, choices=1),
-    Case("5 tokens, all on every expert", hidden=64, tokens=5, choices=4),
+    Case("I = 1408", hidden=64, intermediate=1408, tokens=1, choices=1, experts=2),
+    Case("60 slots, most without a token", hidden=64, tokens=3, choices=2, slots=60, experts=60),
+    Case("16 tokens: the most of a decode step", INT8, INT8, 64, tokens=16, choices=1),
+    Case("5 tokens, all on every expert", INT8, INT8, 64, tokens=5, choices=4, experts=4),
     Case("smallest group: two bytes a run", group(INT2, 8), group(INT2, 8), 96, 160),
     Case("group 16", group(INT2, 16), group(INT2, 16), 96, 160),
     Case("group 32 does not fill a tile", group(INT2, 32), group(INT2, 32), 96, 160),
@@ -107,32 +86,28 @@ DECODE = [
     Case("int8 down with odd K, up with odd N", INT8, INT8, 96, 7),
     Case("bfloat16", RAW_BF16, RAW_BF16, 192, 160),
     Case("float16, odd everywhere", RAW_F16, RAW_F16, 33, 7),
-    Case("the fragile matrix at 3 bits", INT2, INT3, 128, 192),
+    Case("the fragile matrix at 3 bits", INT2, INT3, 128, 192, choices=2, experts=4),
     Case("matrices of two kinds", INT8, INT4, 96, 64),
+    Case("int3 above int4", INT3, INT4, 192, 128),
     Case("bfloat16 biases", hidden=64, bias="bfloat16"),
     Case("float16 biases on int8", INT8, INT8, 64, 96, bias="float16"),
-    Case("an activation of its own", activation=Activation(clamped)),
-    Case(
-        "an activation of its own on 16-bit x", RAW_BF16, RAW_BF16, 96, 64, dtype=BF16, activation=Activation(clamped)
-    ),
+    Case("an activation of its own", activation=CLAMPED),
+    Case("an activation of its own on 16-bit x", RAW_BF16, RAW_BF16, 96, 64, dtype=BF16, activation=CLAMPED),
     Case("no gate", activation=Activation(silu), gated=False, bias="float32"),
     Case("no gate, N = 7", RAW_F16, RAW_F16, 64, 7, activation=Activation(silu), gated=False),
-    Case("norm before the gate weight", activation=Activation(swiglu, norm, True)),
-    Case("bfloat16 x, int2", dtype=BF16),
+    Case("norm before the gate weight", activation=NORMED, choices=2, experts=4),
+    Case("bfloat16 x, int2", dtype=BF16, choices=2, experts=4),
     Case("float16 x, int2", dtype=F16),
     Case("bfloat16 x, int8", INT8, INT8, dtype=BF16),
     Case("bfloat16 x, bfloat16", RAW_BF16, RAW_BF16, dtype=BF16),
 ]
 PREFILL = [
-    Case("17 tokens: the least of a prefill step", tokens=17),
-    Case("17 tokens of float16", tokens=17, dtype=F16),
-    Case("17 tokens of bfloat16", tokens=17, dtype=BF16),
-    Case("tiles of 64, the last one cut", tokens=70, choices=1, experts=1, slots=2, dtype=BF16),
-    Case("tiles of 64 with float32 are smaller", tokens=70, choices=1, experts=1, slots=2),
-    Case("N of both matrices cut by the tile", hidden=96, intermediate=160, tokens=17, up=INT8, down=INT8),
-    Case("K = 640, three slots", hidden=640, tokens=17, slots=3, experts=2),
+    Case("17 tokens: the least of a prefill step", tokens=17, choices=2, experts=4),
+    Case("17 tokens of float16", tokens=17, choices=2, experts=4, dtype=F16),
+    Case("17 tokens of bfloat16", tokens=17, choices=2, experts=4, dtype=BF16),
+    Case("K = 640, three slots", hidden=640, tokens=17, choices=2, slots=3, experts=2),
     Case("I = 384", hidden=64, intermediate=384, tokens=17, choices=1, experts=2),
-    Case("60 slots, tiles of a few tokens", hidden=64, slots=60, experts=60, tokens=20),
+    Case("60 slots, tiles of a few tokens", INT8, INT8, 64, tokens=20, choices=2, slots=60, experts=60),
     Case("smallest group goes in two 16-bit parts", group(INT2, 8), group(INT2, 8), 96, 160, 17, dtype=BF16),
     Case("group 16 in float32", group(INT2, 16), group(INT2, 16), 96, 160, 17),
     Case("group 32 does not fill a tile", group(INT2, 32), group(INT2, 32), 96, 160, 17, dtype=F16),
@@ -148,32 +123,21 @@ PREFILL = [
     Case("bfloat16 on bfloat16 x", RAW_BF16, RAW_BF16, 192, 96, 17, dtype=BF16),
     Case("float16, odd everywhere", RAW_F16, RAW_F16, 33, 7, 17, dtype=F16),
     Case("matrices of two kinds", INT2, RAW_BF16, 128, 64, 17),
-    Case("biases", tokens=17, bias="bfloat16"),
-    Case("an activation of its own", tokens=17, activation=Activation(clamped), dtype=BF16),
+    Case("int3 above int4", INT3, INT4, 192, 64, 17),
+    Case("biases", tokens=17, choices=2, experts=4, bias="bfloat16"),
+    Case("an activation of its own", tokens=17, activation=CLAMPED, dtype=BF16),
     Case("no gate", tokens=17, activation=Activation(silu), gated=False, bias="float16"),
-    Case("norm before the gate weight", tokens=17, activation=Activation(swiglu, norm, True)),
+    Case("norm before the gate weight", tokens=17, choices=2, experts=4, activation=NORMED),
 ]
-
-
-def fill(views: dict[str, torch.Tensor], layout: Layout) -> None:
-    """Random fields of one blob: weights of about 0.02, every code."""
-    for matrix in MATRICES:
-        form = layout.format(matrix)
-        n, k = layout.shape.matrix(matrix)
-        fields = {"bias": torch.randn(n) * 0.02} if layout.shape.bias else {}
-        if form.grouped:
-            steps = 2**form.bits
-            codes = torch.randint(0, steps, (n, k), dtype=torch.uint8)
-            assert len(codes.unique()) == steps
-            fields |= {f"codes{i}": plane for i, plane in enumerate(pack(codes, form.bits, form.group))}
-            fields["scale"] = (0.04 + 0.04 * torch.rand(n, k // form.group)) / steps
-            fields["zero"] = (steps - 1) * (0.3 + 0.4 * torch.rand(n, k // form.group))
-        elif form.name == "int8":
-            fields |= {"codes": torch.randint(-128, 128, (n, k)), "scale": (1 + torch.rand(n)) * 2e-4}
-        else:
-            fields["weight"] = torch.randn(n, k) * 0.02
-        for name, value in fields.items():
-            views[f"{matrix}.{name}"].copy_(value)
+AS_TUNED = [
+    Case("decode: the last tile of rows is cut", INT8, INT8, 72, 40, tokens=1),
+    Case("decode of int2: the last tile of rows is cut", group(INT2, 8), group(INT2, 8), 72, 40, tokens=1),
+    Case("17 tokens", tokens=17, choices=2, experts=4),
+    Case("tiles of 64, the last one cut", tokens=70, choices=1, experts=1, slots=2, dtype=BF16),
+    Case("tiles of 64 with float32 are smaller", tokens=70, choices=1, experts=1, slots=2),
+    Case("N of both matrices cut by the tile", hidden=96, intermediate=160, tokens=17, up=INT8, down=INT8),
+    Case("N of both matrices cut by the tile of 16-bit x", INT8, INT8, 96, 160, 17, dtype=F16),
+]
 
 
 def pool(case: Case, called: list[int]) -> torch.Tensor:
@@ -227,19 +191,27 @@ def check(case: Case) -> None:
     assert not (wrong := relative_error(found[served], expected[served], TOLERANCE[case.dtype])), wrong
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", DECODE, ids=lambda case: case.edge)
 def test_decode(case):
     check(case)
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", PREFILL, ids=lambda case: case.edge)
 def test_prefill(case):
     check(case)
 
 
+@pytest.mark.parametrize("case", AS_TUNED, ids=lambda case: case.edge)
+def test_in_the_tiles_of_the_table(case):
+    check(case)
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("tokens", range(1, 18))
 def test_any_number_of_tokens(tokens):
-    check(Case("", hidden=64, tokens=tokens, slots=3, experts=3))
+    check(Case("", INT8, INT8, 64, tokens=tokens, slots=3, experts=3))
 
 
 def test_no_tokens():
@@ -298,45 +270,6 @@ def test_what_would_leave_its_tensors_is_refused(changed: dict[str, Any], messag
 def test_slots_of_another_layout_are_refused():
     with pytest.raises(ApexError, match="are not uint8"):
         TritonKernel(Case("").layout, torch.zeros(2, 4096, dtype=torch.uint8, device=DEVICE))
-
-
-def test_kernels_compile_without_spills():
-    """In a process of its own, as this one may interpret."""
-    cases = [
-        (target, "int2", "down", tokens, "float32" if tokens == 1 else "bfloat16")
-        for target in (80, 90)
-        for tokens in (1, 64)
-    ]
-    program = (
-        "import json; from apex_engine.kernels.triton.cases import Case\n"
-        "from apex_engine.kernels.triton.compiler import compile_case\n"
-        f"print(json.dumps([compile_case(Case(*case)).fault(case[0]) for case in {cases}]))"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == ["", "", "", ""]
-
-
-def test_every_format_and_target_is_in_the_matrix():
-    cases = list(ahead.cases(list(ahead.SHARED), list(ahead.FORMATS)))
-    assert len(set(cases)) == len(cases)
-    kernels = {(target, 1) for target in ahead.SHARED} | {(t, m) for t in (80, 86, 89, 90, 100) for m in (16, 64)}
-    for matrix in MATRICES:
-        for form in ahead.FORMATS:
-            assert {(c.target, c.tokens) for c in cases if (c.matrix, c.format) == (matrix, form)} == kernels
-
-
-def test_what_fails_the_matrix():
-    assert ahead.Usage(255, 0, 99 * 1024, 1.0).fault(89) == ""
-    assert ahead.Usage(255, 0, 99 * 1024 + 4, 1.0).fault(86) == "needs 101380 bytes of shared memory of 101376"
-    assert ahead.Usage(255, 8, 0, 1.0).fault(80) == "spills 8 bytes"
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
-def test_the_matrix_refuses_to_compile_interpreted_kernels():
-    with pytest.raises(ApexError, match="unset it"):
-        compile_matrix.main(compile_matrix.parse(["--target", "80"]))
 
 
 @pytest.mark.gpu

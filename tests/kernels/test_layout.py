@@ -2,19 +2,11 @@ import itertools
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
-from apex_engine.kernels.layout import ALIGN, FIELD_ALIGN, ExpertShape, Layout, MatrixFormat, dequantize
-from apex_engine.kernels.reference import expert_ffn
+from apex_engine.kernels.layout import ALIGN, FIELD_ALIGN, FORMATS, ExpertShape, Layout, MatrixFormat, dequantize
 from apex_engine.quantize.blob import make_blob
 
-FORMATS = [
-    MatrixFormat("int2", 32),
-    MatrixFormat("int3", 32),
-    MatrixFormat("int4", 32),
-    MatrixFormat("int8"),
-    MatrixFormat("bfloat16"),
-]
+FORMS = [MatrixFormat(name, 32 if coding.planes else 0) for name, coding in FORMATS.items()]
 SHAPES = [ExpertShape(96, 160, True), ExpertShape(64, 32, False), ExpertShape(64, 64, True, bias="bfloat16")]
 
 
@@ -25,7 +17,7 @@ def an_expert(shape: ExpertShape) -> dict[str, torch.Tensor]:
     return expert
 
 
-@pytest.mark.parametrize(("shape", "up", "down"), itertools.product(SHAPES, FORMATS, FORMATS))
+@pytest.mark.parametrize(("shape", "up", "down"), itertools.product(SHAPES, FORMS, FORMS))
 def test_fields_are_aligned_disjoint_and_described(shape, up, down):
     layout = Layout(shape, up, down)
     assert layout.stride % ALIGN == 0
@@ -38,7 +30,7 @@ def test_fields_are_aligned_disjoint_and_described(shape, up, down):
 
 
 def test_parse_refuses_offsets_of_another_version():
-    described = Layout(SHAPES[0], *FORMATS[:2]).describe()
+    described = Layout(SHAPES[0], *FORMS[:2]).describe()
     described["fields"]["down.scale"][2] += 64
     with pytest.raises(ValueError, match="incompatible"):
         Layout.parse(described)
@@ -47,6 +39,40 @@ def test_parse_refuses_offsets_of_another_version():
 def test_group_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="does not divide the 96 inputs of up"):
         _ = Layout(SHAPES[0], MatrixFormat("int2", 64), MatrixFormat("int2", 32)).stride
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "message"),
+    [
+        ("int5", 64, "no format 'int5' for a matrix: there are int2, int3"),
+        ("int2", 0, "int2 has groups, of a size above 0: 0"),
+        ("int8", 64, "int8 has no groups: 64"),
+    ],
+)
+def test_what_is_no_format(name, group, message):
+    with pytest.raises(ValueError, match=message):
+        MatrixFormat(name, group)
+
+
+def test_the_description_that_checkpoints_carry():
+    """To the letter: another one would make those on disk unreadable."""
+    layout = Layout(ExpertShape(64, 32, False, "bfloat16"), MatrixFormat("int3", 32), MatrixFormat("int8"))
+    assert layout.describe() == {
+        "shape": {"hidden": 64, "intermediate": 32, "gated": False, "bias": "bfloat16"},
+        "up": {"name": "int3", "group": 32},
+        "down": {"name": "int8", "group": 0},
+        "stride": 4096,
+        "fields": {
+            "up.codes0": ["uint8", [32, 16], 0],
+            "up.codes1": ["uint8", [32, 8], 512],
+            "up.scale": ["float16", [32, 2], 768],
+            "up.zero": ["float16", [32, 2], 896],
+            "up.bias": ["bfloat16", [32], 1024],
+            "down.codes": ["int8", [64, 32], 1088],
+            "down.scale": ["float32", [64], 3136],
+            "down.bias": ["bfloat16", [64], 3392],
+        },
+    }
 
 
 def test_int2_blob_by_hand():
@@ -61,24 +87,6 @@ def test_int2_blob_by_hand():
     blob[offset["up.zero"] : offset["up.zero"] + 2] = torch.tensor([0x00, 0x3C], dtype=torch.uint8)  # float16 1.0
     row = dequantize(layout.views(blob), "up", layout)[0]
     assert row.tolist() == [1.0, -0.5, 0.0, 0.5, -0.5, 1.0, 0.5, 0.0]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("form", FORMATS)
-def test_reference_equals_dequantize_then_multiply(shape, form):
-    layout = Layout(shape, form, form)
-    blob, _ = make_blob(an_expert(shape), layout, "clip")
-    views = layout.views(blob)
-
-    def activate(rows):
-        gate, up = rows.chunk(2, -1) if shape.gated else (rows, 1)
-        return silu(gate) * up
-
-    x = torch.randn(5, shape.hidden)
-    bias = {m: views[f"{m}.bias"].double() if shape.bias else 0.0 for m in ("up", "down")}
-    hidden = activate(x.double() @ dequantize(views, "up", layout).double().T + bias["up"])
-    expected = hidden @ dequantize(views, "down", layout).double().T + bias["down"]
-    torch.testing.assert_close(expert_ffn(x, views, layout, activate).double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_raw_twin_is_the_source_bit_for_bit():
