@@ -53,6 +53,7 @@ class Filling:
         if load.error is not None or load.dropped:
             self.end(load)
             return False
+        load.checked = block.worker
         return True
 
     def put_down(self, block: Block, now: float) -> None:
@@ -125,7 +126,18 @@ class Filling:
         filling = list(self.requests.loads.values())
         self._cache.rebuild({(load.precision, load.slot) for load in filling if load.slot is not None})
         if self._host:
-            self._host.rebuild({(load.precision, load.host) for load in filling if load.host is not None})
+            self._recover_host(self._host, filling)
+
+    def _recover_host(self, host: HostCache, filling: list[Load]) -> None:
+        for load in filling:
+            if load.host is not None and host.pools[load.precision].owner[load.host] != load.expert:
+                load.host, load.from_host = None, False
+            elif load.host is not None:
+                load.from_host = host.find(load.expert, load.precision) is not None
+        host.rebuild({(load.precision, load.host) for load in filling if load.host is not None and not load.from_host})
+        for load in filling:
+            if load.host is not None and load.from_host:
+                host.pin(load.precision, load.host)
 
     def _has_place(self, load: Load) -> bool:
         return self.reserve(load) or (load.demand and self._make_way(load) and self.reserve(load))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 
 from apex_engine.core import events
 from apex_engine.core.events import Stream
@@ -21,6 +22,22 @@ from apex_engine.memory.host import HostCache
 from apex_engine.memory.requests import Block, Kind, Load, block_size, early_block_size
 
 WORKERS = 4
+
+
+class _Whole:
+    """Whether the books are whole: a caller that is interrupted while it changes them leaves them `torn` until `recover`, and no
+    worker touches them meanwhile."""
+
+    def __init__(self) -> None:
+        self.torn = self._before = False
+
+    def __enter__(self) -> None:
+        self._before = self.torn
+        self.torn = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):
+            self.torn = self._before
 
 
 class Loader:
@@ -41,6 +58,7 @@ class Loader:
         self._work, self._change = threading.Condition(self.lock), threading.Condition(self.lock)
         self._filling = Filling(cache, stream, host)
         self._requests = self._filling.requests
+        self._whole = _Whole()
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"apex-loader-{i}", daemon=True) for i in range(workers)
@@ -51,6 +69,10 @@ class Loader:
     # ---- with the lock held, by the caller ----
 
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None = None) -> Load:
+        with self._whole:
+            return self._request(expert, precision, now, share)
+
+    def _request(self, expert: ExpertId, precision: Precision, now: int, share: int | None) -> Load:
         key = expert, precision
         slot = self._cache.find(*key)
         if slot is not None:
@@ -72,29 +94,42 @@ class Loader:
 
     def settle(self, tickets: Iterable[Load], busy: bool) -> None:
         blocks = 0
-        for load in tickets:
-            if not load.over:
-                if load.slot is None:  # what makes room would depend on what is computed by the time a worker looks
-                    self._filling.reserve(load)
-                blocks += -(-(load.size - load.taken) // max(load.block, 1)) + len(load.again)
+        with self._whole:
+            for load in tickets:
+                if not load.over:
+                    if load.slot is None:  # what makes room would depend on what is computed by the time a worker looks
+                        self._filling.reserve(load)
+                    blocks += -(-(load.size - load.taken) // max(load.block, 1)) + len(load.again)
         if blocks:
             self._work.notify(blocks if busy else blocks - 1)  # one is the caller's own, as soon as it waits
 
     def prefetch(self, wish: Wish, now: int) -> int:
-        self._cache.mask(wish.expert, wish.precision)
-        return self._early(wish, now, Kind.PREFETCH)
+        with self._whole:
+            self._cache.mask(wish.expert, wish.precision)
+            return self._early(wish, now, Kind.PREFETCH)
 
     def upgrade(self, expert: ExpertId, precision: Precision, now: int) -> None:
-        self._early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
+        with self._whole:
+            self._early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
 
     def drop(self, layer: int) -> None:
-        for load in self._requests.dropped_by(layer):
-            self._filling.drop(load)
-        self._cache.unmask(layer)
+        with self._whole:
+            for load in self._requests.dropped_by(layer):
+                self._filling.drop(load)
+            self._cache.unmask(layer)
 
     def drop_all(self) -> None:
-        for load in self._requests.dropped_by(None):
-            self._filling.drop(load)
+        with self._whole:
+            for load in self._requests.dropped_by(None):
+                self._filling.drop(load)
+
+    def end_streaming(self) -> None:
+        with self._whole:
+            self._cache.end_streaming()
+
+    def evict_all(self, precisions: Iterable[Precision]) -> None:
+        with self._whole:
+            self._cache.evict_all(precisions)
 
     def outstanding(self) -> int:
         """Loads that are not over."""
@@ -112,27 +147,28 @@ class Loader:
                 there = [load for load in tickets if load.over]
                 for load in there:
                     tickets.remove(load)
-                if there:
-                    failed = next((load.error for load in there if load.error), None)
-                    if failed:
+                with self._whole:
+                    if failed := next((load.error for load in there if load.error), None):
                         self._filling.give_back(there)
                         raise failed
+                    block = None if there else self._filling.next(worker=False, now=time.perf_counter())
+                if there:
                     return there
-                block = self._filling.next(worker=False, now=time.perf_counter())
                 if block is None:
                     self._change.wait()
                     continue
             self._bring(block)
 
     def forget(self, tickets: Iterable[Load]) -> None:
-        with self.lock:
+        with self.lock, self._whole:
             self._filling.give_back(tickets)
 
     def release(self, slots: list[tuple[Precision, int]]) -> None:
         with self.lock:
-            for precision, slot in slots:
-                self._cache.unpin(precision, slot)
-                self._carrier.used(precision, slot)
+            with self._whole:
+                for precision, slot in slots:
+                    self._cache.unpin(precision, slot)
+                    self._carrier.used(precision, slot)
             if self._requests.queues[Kind.DEMAND]:  # one may have waited for a slot
                 self._work.notify_all()
 
@@ -143,10 +179,13 @@ class Loader:
     def recover(self) -> None:
         with self.lock:
             self._filling.recover(time.perf_counter())
+            self._whole.torn = False
             self._work.notify_all()
             self._change.notify_all()
 
     def close(self) -> None:
+        if self._whole.torn:
+            self.recover()
         with self.lock:
             self._closed = True
             for load in list(self._requests.loads.values()):
@@ -188,7 +227,7 @@ class Loader:
         """A worker's life."""
         while True:
             with self._work:
-                while (block := self._filling.next(worker=True, now=time.perf_counter())) is None:
+                while self._whole.torn or (block := self._filling.next(True, time.perf_counter())) is None:
                     if self._closed:
                         return
                     self._work.wait()
@@ -201,23 +240,30 @@ class Loader:
                 self._carrier.carry(load, block.start, block.stop)
             except Exception as e:
                 error = e
-            with self.lock:
+            with self._books(block):
                 complete = self._filling.came(block, error, time.perf_counter())
-                if block.early:
-                    self._work.notify()  # the next early one may go
-                if load.over:
-                    self._change.notify_all()
             if complete:
                 try:  # nobody else touches the load now, but some may come to wait for it
                     self._carrier.check(load)
                 except Exception as e:
                     error = e
-                with self.lock:
+                with self._books(block):
                     self._filling.failed(load, error)
                     self._filling.end(load)
-                    self._change.notify_all()
         except BaseException:  # Ctrl-C in the caller's own block: a worker brings it
-            with self.lock:
+            with self._books(block):
                 self._filling.put_down(block, time.perf_counter())
-                self._work.notify()
             raise
+
+    @contextmanager
+    def _books(self, block: Block) -> Iterator[None]:
+        """The lock, to change what the books say of a block; a worker waits until they are whole."""
+        with self.lock:
+            while block.worker and self._whole.torn:
+                self._work.wait()
+            with nullcontext() if block.worker else self._whole:
+                yield
+            if block.early or block.load.again:
+                self._work.notify()  # the next early block may go, or what was put down
+            if block.load.over:
+                self._change.notify_all()

@@ -48,6 +48,9 @@ class Load:
     from_host: bool = False
     waiters: int = 0
     early_bytes: int = 0  # brought before anyone asked
+    checked: bool | None = (
+        None  # all of it is there and being checked: by a worker, or by a caller, who may be interrupted
+    )
     error: BaseException | None = None
     dropped: bool = False
     over: bool = False
@@ -156,8 +159,9 @@ class Requests:
 
     def put_down(self, block: Block) -> None:
         """It was not brought: somebody else will."""
-        self.carried.discard(block)
+        block.load.checked = None
         block.load.again.append((block.start, block.stop))
+        self.carried.discard(block)  # after it: a part may be brought twice, and never not at all
         self.enqueue(block.load)
 
     def finished(self, load: Load) -> bool:
@@ -168,8 +172,10 @@ class Requests:
         """Nobody waits, and nothing is in the hands of a caller any more: what it had taken is to be brought again."""
         for block in [block for block in self.carried if not block.worker]:
             self.put_down(block)
+        for queue in self.queues.values():
+            queue.clear()
         for load in self.loads.values():
             load.waiters = 0
-            if load.begun and not self.running(load):
+            if load.begun and not self.running(load) and not load.checked:
                 load.again.append((0, load.size))
             self.enqueue(load)

@@ -19,7 +19,7 @@ class Tier(Protocol):
     """Contract: brings twins to slots. A ticket pins the slot once for its holder, from `arrived` on (at once where the twin is
     resident), until `release`; who does not want it any more says so with `forget`.
 
-    `request`, `settle`, `prefetch`, `upgrade`, `drop` and `drop_all` want `lock` held, so that what a step decides from the
+    What comes before `arrived` below wants `lock` held, so that what a step decides from the
     residency is still true when it asks; the others take it.
     """
 
@@ -53,6 +53,12 @@ class Tier(Protocol):
 
     def drop_all(self) -> None:
         """A pass begins: give up every prefetch."""
+
+    def end_streaming(self) -> None:
+        """A prompt has gone through: free the slots that it used over and over."""
+
+    def evict_all(self, precisions: Iterable[Precision]) -> None:
+        """Free every slot of these twins that is resident and not pinned."""
 
     def arrived(self, tickets: list[Ticket]) -> list[Ticket]:
         """Waits for one of them at least, and takes those that are there out of the list.

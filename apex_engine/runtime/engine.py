@@ -191,7 +191,7 @@ class Engine:
                 floor = self._config.low_share == "floor"
                 with self._device.tier.lock:
                     self._device.tier.drop_all()
-                    self._device.cache.evict_all(precisions[-1:] if floor else precisions)
+                    self._device.tier.evict_all(precisions[-1:] if floor else precisions)
 
     def check_integrity(self) -> None:
         """Raises AssertionError where the books of the slots do not agree with each other. Changes nothing."""
@@ -228,7 +228,7 @@ class Engine:
                     self._stepper.streaming = streaming
                     self._device.tier.drop_all()
                     if not streaming:
-                        self._device.cache.end_streaming()
+                        self._device.tier.end_streaming()
             self._streams = streaming
 
     def end_pass(self, phase: str, tokens: int, seconds: float) -> None:
