@@ -20,7 +20,7 @@ from typing import Any
 from apex_engine.checkpoint.atomic import atomic_file, sha256_of
 from apex_engine.checkpoint.twin import Twin
 from apex_engine.checkpoint.version1 import as_of_now
-from apex_engine.core.vocabulary import Words
+from apex_engine.core.vocabulary import Geometry, Words
 from apex_engine.errors import ApexError
 from apex_engine.kernels.layout import Layout
 
@@ -83,17 +83,14 @@ class Manifest:
         """Bytes of a blob of each twin."""
         return {precision: self.layout(precision).stride for precision in self.precisions}
 
+    @property
+    def geometry(self) -> Geometry:
+        """What decisions know of it."""
+        return Geometry(len(self.layers), self.experts, (0, *self.strides.values()))
+
     def file(self, layer: int, precision: int) -> str:
         """The expert file of MoE layer `layer`, counted from 0."""
         return self.layers[layer].files[precision - 1]
-
-    @property
-    def high(self) -> Layout:
-        return self.twins[-1].layout
-
-    @property
-    def low(self) -> Layout:
-        return self.twins[0].layout
 
     def write(self, folder: Path) -> None:
         content = {

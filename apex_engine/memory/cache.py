@@ -81,7 +81,7 @@ class ExpertCache:
         if passes(share, bool(pool.free), pool.staying.get(expert.layer, 0)):
             return self._pass(expert, precision, now, demand)
         if pool.free:
-            return self._take(expert, precision, pool.free.pop(), passing=False)
+            return pool.take(expert, pool.free.pop(), passing=False)
         victim = self._victim(precision, now, demand)
         return None if victim is None else self._replace(expert, precision, pool.slot_of[victim], passing=False)
 
@@ -98,7 +98,7 @@ class ExpertCache:
         elif len(pool.passers) >= pool.most_passing:
             return None  # those that pass through are all at work
         elif pool.free:
-            return self._take(expert, precision, pool.free.pop(), passing=True)
+            return pool.take(expert, pool.free.pop(), passing=True)
         else:
             victim = self._victim(precision, now, demand)
         return None if victim is None else self._replace(expert, precision, pool.slot_of[victim], passing=True)
@@ -130,11 +130,7 @@ class ExpertCache:
 
     def _replace(self, expert: ExpertId, precision: Precision, slot: int, passing: bool) -> int:
         self._leave(precision, slot)
-        return self._take(expert, precision, slot, passing)
-
-    def _take(self, expert: ExpertId, precision: Precision, slot: int, passing: bool) -> int:
-        self.pools[precision].take(expert, slot, passing)
-        return slot
+        return self.pools[precision].take(expert, slot, passing)
 
     def _leave(self, precision: Precision, slot: int) -> None:
         owner = self.pools[precision].leave(slot)
@@ -148,15 +144,10 @@ class ExpertCache:
         if owner is not None:
             self.victims[precision].set(owner, pool.evictable(slot) and not bool(pool.masked[slot]))
 
-    def evict_all(self, precisions: Iterable[Precision]) -> None:
-        """Free every slot that is resident and not pinned."""
-        for precision in self.pools.keys() & set(precisions):
-            self._free(precision, range(len(self.pools[precision])))
-
-    def _free(self, precision: Precision, slots: Iterable[int]) -> None:
-        """Those of `slots` that may be."""
+    def evict(self, precision: Precision, slots: Iterable[int] | None = None) -> None:
+        """Free those of `slots`, of all without them, that are resident and not pinned."""
         pool = self.pools[precision]
-        for slot in [slot for slot in slots if pool.evictable(slot)]:
+        for slot in [slot for slot in (range(len(pool)) if slots is None else slots) if pool.evictable(slot)]:
             pool.state[slot] = State.FILLING
             self.abort(precision, slot)
 
@@ -208,7 +199,7 @@ class ExpertCache:
     def end_streaming(self) -> None:
         """Free what passed through: what is left of it would depend on what came when."""
         for precision, pool in self.pools.items():
-            self._free(precision, list(pool.passers))
+            self.evict(precision, list(pool.passers))
             for slot in list(pool.passers):
                 pool.stays(slot)
 

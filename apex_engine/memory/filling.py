@@ -9,12 +9,14 @@ from collections.abc import Iterable
 
 from apex_engine.core import events
 from apex_engine.core.events import Stream
+from apex_engine.core.prefetch import Wish
 from apex_engine.core.vocabulary import ExpertId, Precision
+from apex_engine.errors import ApexError
 from apex_engine.memory.cache import ExpertCache
 from apex_engine.memory.host import HostCache
 from apex_engine.memory.meter import Meter
 from apex_engine.memory.pool import State
-from apex_engine.memory.requests import Block, Kind, Load, Requests
+from apex_engine.memory.requests import Block, Kind, Load, Requests, block_size, early_block_size
 
 
 class Filling:
@@ -22,13 +24,50 @@ class Filling:
 
     def __init__(self, cache: ExpertCache, stream: Stream, host: HostCache | None) -> None:
         self.requests, self.meter = Requests(), Meter()
-        self.unused: dict[tuple[ExpertId, Precision], int] = {}  # prefetched and not used yet -> bytes
+        self.closed = False
+        self._unused: dict[tuple[ExpertId, Precision], int] = {}  # prefetched and not used yet -> bytes
         self._cache, self._stream, self._host = cache, stream, host
 
-    def add(self, load: Load) -> None:
-        """A load that nobody asked for before."""
-        self.unused.pop((load.expert, load.precision), None)
-        self.requests.add(load)
+    def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None) -> Load:
+        """A ticket for a twin that somebody waits for; pinned where it is resident."""
+        key = expert, precision
+        slot = self._cache.find(*key)
+        if slot is not None:
+            self._cache.pin(precision, slot)
+            early = self._unused.pop(key, None)
+            self._stream.emit(events.Asked(expert, precision, True, early is not None, early or 0))
+            return Load(expert, precision, now, 0, slot=slot, over=True, waiters=1)
+        load = self.requests.loads.get(key)
+        if load is None:
+            load = self._new(expert, precision, now, Kind.DEMAND)
+            load.share, load.block = share, block_size(load.size)
+            self.requests.add(load)
+            self._stream.emit(events.Asked(expert, precision, False, False, 0))
+        elif not load.demand:
+            self._stream.emit(events.Asked(expert, precision, False, True, load.early_bytes))
+            self.requests.become(load, Kind.DEMAND, block_size(load.size))
+        load.waiters += 1
+        return load
+
+    def early(self, wish: Wish, now: int, kind: Kind) -> int:
+        """Bytes still to come of a twin that nobody waits for, from now on if not before."""
+        if self._cache.find(wish.expert, wish.precision) is not None:
+            return 0
+        load = self.requests.loads.get((wish.expert, wish.precision))
+        if load is None:
+            load = self._new(wish.expert, wish.precision, now, kind)
+            load.block = block_size(load.size) if wish.block is None else early_block_size(wish.block)
+            load.alone = wish.alone
+            self.requests.add(load)
+        elif load.kind > kind or load.dropped:
+            self.requests.become(load, min(kind, load.kind), load.block)
+        return load.size - load.taken
+
+    def _new(self, expert: ExpertId, precision: Precision, now: int, kind: Kind) -> Load:
+        if self.closed:
+            raise ApexError("the engine of this model was closed: load the checkpoint again")
+        self._unused.pop((expert, precision), None)
+        return Load(expert, precision, now, self._cache.pools[precision].layout.stride, kind=kind)
 
     def next(self, worker: bool, now: float) -> Block | None:
         """The next block to bring at `now` seconds; a caller (no `worker`) brings demands only."""
@@ -74,6 +113,20 @@ class Filling:
         if self.requests.finished(load):
             self.end(load)
 
+    def drop_for(self, layer: int | None) -> None:
+        """See `Requests.dropped_by`."""
+        for load in self.requests.dropped_by(layer):
+            self.drop(load)
+
+    def close(self) -> None:
+        """Nothing is taken on any more, and what is not begun fails."""
+        self.closed = True
+        for load in list(self.requests.loads.values()):
+            if not load.begun:
+                self.failed(load, ApexError("the engine was closed while it loaded"))
+                if self.requests.finished(load):
+                    self.end(load)
+
     def end(self, load: Load) -> None:
         """All blocks are there, or none will come any more."""
         failed = load.error is not None or load.dropped
@@ -86,7 +139,7 @@ class Filling:
             self._stream.emit(events.Loaded(load.expert, load.precision, load.demand))
             if not load.demand:
                 self._cache.mask(load.expert, load.precision)
-                self.unused[load.expert, load.precision] = load.early_bytes
+                self._unused[load.expert, load.precision] = load.early_bytes
         if load.error is not None and not load.waiters:
             self._stream.emit(events.PrefetchFailed(load.expert, load.precision))
         self._over(load)

@@ -10,16 +10,14 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from apex_engine.core import events
 from apex_engine.core.events import Stream
 from apex_engine.core.prefetch import Wish
 from apex_engine.core.vocabulary import ExpertId, Precision
-from apex_engine.errors import ApexError
 from apex_engine.memory.cache import ExpertCache
 from apex_engine.memory.copies import Carrier
 from apex_engine.memory.filling import Filling
 from apex_engine.memory.host import HostCache
-from apex_engine.memory.requests import Block, Kind, Load, block_size, early_block_size
+from apex_engine.memory.requests import Block, Kind, Load
 
 WORKERS = 4
 
@@ -54,12 +52,11 @@ class Loader:
         """`carrier`: fills the slots of `cache`, by way of `host` where there is one."""
         self.lock = threading.Lock()
         self.residency = cache
-        self._cache, self._carrier, self._stream = cache, carrier, stream
+        self._cache, self._carrier = cache, carrier
         self._work, self._change = threading.Condition(self.lock), threading.Condition(self.lock)
         self._filling = Filling(cache, stream, host)
         self._requests = self._filling.requests
         self._whole = _Whole()
-        self._closed = False
         self._threads = [
             threading.Thread(target=self._run, name=f"apex-loader-{i}", daemon=True) for i in range(workers)
         ]
@@ -70,27 +67,7 @@ class Loader:
 
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None = None) -> Load:
         with self._whole:
-            return self._request(expert, precision, now, share)
-
-    def _request(self, expert: ExpertId, precision: Precision, now: int, share: int | None) -> Load:
-        key = expert, precision
-        slot = self._cache.find(*key)
-        if slot is not None:
-            self._cache.pin(precision, slot)
-            early = self._filling.unused.pop(key, None)
-            self._stream.emit(events.Asked(expert, precision, True, early is not None, early or 0))
-            return Load(expert, precision, now, 0, slot=slot, over=True, waiters=1)
-        load = self._requests.loads.get(key)
-        if load is None:
-            load = self._new(expert, precision, now, Kind.DEMAND)
-            load.share, load.block = share, block_size(load.size)
-            self._filling.add(load)
-            self._stream.emit(events.Asked(expert, precision, False, False, 0))
-        elif not load.demand:
-            self._stream.emit(events.Asked(expert, precision, False, True, load.early_bytes))
-            self._requests.become(load, Kind.DEMAND, block_size(load.size))
-        load.waiters += 1
-        return load
+            return self._filling.request(expert, precision, now, share)
 
     def settle(self, tickets: Iterable[Load], busy: bool) -> None:
         blocks = 0
@@ -106,22 +83,23 @@ class Loader:
     def prefetch(self, wish: Wish, now: int) -> int:
         with self._whole:
             self._cache.mask(wish.expert, wish.precision)
-            return self._early(wish, now, Kind.PREFETCH)
+            missing = self._filling.early(wish, now, Kind.PREFETCH)
+        self._work.notify()
+        return missing
 
     def upgrade(self, expert: ExpertId, precision: Precision, now: int) -> None:
         with self._whole:
-            self._early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
+            self._filling.early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
+        self._work.notify()
 
     def drop(self, layer: int) -> None:
         with self._whole:
-            for load in self._requests.dropped_by(layer):
-                self._filling.drop(load)
+            self._filling.drop_for(layer)
             self._cache.unmask(layer)
 
     def drop_all(self) -> None:
         with self._whole:
-            for load in self._requests.dropped_by(None):
-                self._filling.drop(load)
+            self._filling.drop_for(None)
 
     def end_streaming(self) -> None:
         with self._whole:
@@ -129,7 +107,8 @@ class Loader:
 
     def evict_all(self, precisions: Iterable[Precision]) -> None:
         with self._whole:
-            self._cache.evict_all(precisions)
+            for precision in self._cache.pools.keys() & set(precisions):
+                self._cache.evict(precision)
 
     def outstanding(self) -> int:
         """Loads that are not over."""
@@ -187,39 +166,12 @@ class Loader:
         if self._whole.torn:
             self.recover()
         with self.lock:
-            self._closed = True
-            for load in list(self._requests.loads.values()):
-                if not load.begun:
-                    self._filling.failed(load, ApexError("the engine was closed while it loaded"))
-                    if self._requests.finished(load):
-                        self._filling.end(load)
+            self._filling.close()
             self._work.notify_all()
             self._change.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-
-    # ---- with the lock held ----
-
-    def _new(self, expert: ExpertId, precision: Precision, now: int, kind: Kind) -> Load:
-        if self._closed:
-            raise ApexError("the engine of this model was closed: load the checkpoint again")
-        return Load(expert, precision, now, self._cache.pools[precision].layout.stride, kind=kind)
-
-    def _early(self, wish: Wish, now: int, kind: Kind) -> int:
-        """Bytes still to come of a twin that nobody waits for."""
-        if self._cache.find(wish.expert, wish.precision) is not None:
-            return 0
-        load = self._requests.loads.get((wish.expert, wish.precision))
-        if load is None:
-            load = self._new(wish.expert, wish.precision, now, kind)
-            load.block = block_size(load.size) if wish.block is None else early_block_size(wish.block)
-            load.alone = wish.alone
-            self._filling.add(load)
-        elif load.kind > kind or load.dropped:
-            self._requests.become(load, min(kind, load.kind), load.block)
-        self._work.notify()
-        return load.size - load.taken
 
     # ---- without the lock ----
 
@@ -228,7 +180,7 @@ class Loader:
         while True:
             with self._work:
                 while self._whole.torn or (block := self._filling.next(True, time.perf_counter())) is None:
-                    if self._closed:
+                    if self._filling.closed:
                         return
                     self._work.wait()
             self._bring(block)

@@ -57,14 +57,15 @@ class Pool:
     def evictable(self, slot: int) -> bool:
         return self.state[slot] is State.RESIDENT and not self.pins[slot]
 
-    def take(self, expert: ExpertId, slot: int, passing: bool) -> None:
-        """A slot that has no owner is filled by `expert` from now on."""
+    def take(self, expert: ExpertId, slot: int, passing: bool) -> int:
+        """A slot that has no owner is filled by `expert` from now on. Returns it."""
         self.owner[slot] = expert
         self.state[slot] = State.FILLING
         self.slot_of[expert] = slot
         self.set_passing(slot, passing)
         if not passing:
             self.staying[expert.layer] = self.staying.get(expert.layer, 0) + 1
+        return slot
 
     def leave(self, slot: int) -> ExpertId:
         """The slot has no owner, and belongs to whoever called. Returns who had it."""

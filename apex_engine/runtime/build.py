@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -24,21 +25,30 @@ from apex_engine.runtime.device import Device
 Progress = Callable[[str, int, int], object]  # what is being done, how much of it is, of how much
 
 
+class Frame(Protocol):
+    """What of an engine does not depend on its device."""
+
+    geometry: Geometry
+    plan: Plan
+    stream: Stream
+    link: Link | None
+
+    @property
+    def config(self) -> Config:
+        """Its options."""
+
+
 def make_device(
-    config: Config,
-    geometry: Geometry,
-    plan: Plan,
+    frame: Frame,
     store: ExpertStore,
     policy: Policy,
-    stream: Stream,
-    link: Link | None,
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> Device:
-    """A device of `plan`, whose events go to `stream`. Raises ApexError where a kernel or memory asked for is not to be had."""
-    layouts = store.layouts()
-    cache = ExpertCache(geometry, layouts, plan.slots, policy, device, stream=stream)
+    """The device of an engine, whose events go to its stream. Raises ApexError where a kernel asked for is not to be had."""
+    config, geometry, layouts = frame.config, frame.geometry, store.layouts()
+    cache = ExpertCache(geometry, layouts, frame.plan.slots, policy, device, stream=frame.stream)
     bit_equal = config.mode != "adaptive" and dtype != torch.float32
     kernels = {p: pick(config.kernels, pool.layout, pool.memory, bit_equal) for p, pool in cache.pools.items()}
 
@@ -46,9 +56,9 @@ def make_device(
         if progress:
             progress("filling the host tier", done, total)
 
-    host = host_tier(geometry, layouts, plan, store, device, filled)
-    carrier = Carrier(store, cache, device, link, host)
-    return Device(device, cache, Loader(cache, carrier, stream, host), kernels, stream, host)
+    host = host_tier(geometry, layouts, frame.plan, store, device, filled)
+    carrier = Carrier(store, cache, device, frame.link, host)
+    return Device(device, cache, Loader(cache, carrier, frame.stream, host), kernels, frame.stream, host)
 
 
 def load_every_lower_twin(tier: Tier, geometry: Geometry) -> None:

@@ -24,7 +24,6 @@ from apex_engine.core.policies import POLICIES, Policy
 from apex_engine.core.prefetch import Governor, Prefetcher, Published
 from apex_engine.core.rules import Rules
 from apex_engine.core.thresholds import Thresholds
-from apex_engine.core.vocabulary import Geometry
 from apex_engine.errors import ApexError
 from apex_engine.kernels.base import Activation
 from apex_engine.memory.link import Link
@@ -32,6 +31,7 @@ from apex_engine.memory.plan import Plan, make_plan
 from apex_engine.memory.store import ExpertStore
 from apex_engine.predict.base import EMBEDDING, Predictor
 from apex_engine.runtime.build import Progress, load_every_lower_twin, make_device
+from apex_engine.runtime.describe import describe_device, describe_plan
 from apex_engine.runtime.device import Device
 from apex_engine.runtime.step import Stepper
 
@@ -53,7 +53,7 @@ class Engine:
         prefetcher: Prefetcher,
     ) -> None:
         """Closes `store` when it is closed itself."""
-        self.manifest, self.plan = manifest, plan
+        self.manifest, self.plan, self.geometry = manifest, plan, manifest.geometry
         self.ledger = Ledger(manifest.words)
         self.link = Link.parse(config.link) if config.link else None
         # What a layer step may change is told before what decides by it: the policy, the victims by its values.
@@ -94,7 +94,7 @@ class Engine:
             plan or make_plan(config, manifest, calibrated=thresholds.calibrated),
             thresholds,
             store or ExpertStore(folder, manifest),
-            policy or POLICIES[config.policy](geometry(manifest)),
+            policy or POLICIES[config.policy](manifest.geometry),
             prefetcher,
         )
 
@@ -124,42 +124,22 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Options, plan, residency and the ledger since loading or the last `reset_stats`, as plain JSON."""
-        device, words, predictor = self._device, self.manifest.words, self._predictor
-        if device:
-            device.report()
-        pools = device.cache.pools if device else {}
-
-        def by_word(numbers: dict[int, Any]) -> dict[str, Any]:
-            return {words[p]: n for p, n in numbers.items()}
-
-        resident = {p: len(pools[p].slot_of) if p in pools else 0 for p in words.twins}
+        if self._device:
+            self._device.report()
         return {
             "config": asdict(self.config),
             "thresholds": self.thresholds.describe(),
-            "plan": {
-                "budget_bytes": self.plan.budget,
-                "slot_bytes": self.plan.slot_bytes,
-                "slots": by_word(self.plan.slots),
-                "blob_bytes": by_word({p: self.plan.stride[p] for p in words.twins}),
-                "experts": self.plan.experts,
-                "dense_bytes": self.plan.dense_bytes,
-                "step_bytes": self.plan.step_bytes,
-                "host_slots": by_word(self.plan.host_slots),
-            },
-            "resident": {"bytes": device.cache.resident_bytes() if device else 0, **by_word(resident)},
-            "kernels": by_word({p: kernel.name for p, kernel in device.kernels.items()}) if device else {},
+            "plan": describe_plan(self.plan, self.manifest.words),
+            **describe_device(self._device, self.manifest.words),
             "reads_bypass_page_cache": self._store.direct,
-            "host_tier_is_pinned": device.host.is_pinned() if device and device.host else None,
-            "layers_not_predicted": list(predictor.unknown) if predictor and predictor.ready else [],
+            "layers_not_predicted": list(self._predictor.unknown) if self._predictor and self._predictor.ready else [],
             **self.ledger.summary(),
         }
 
     def reset_stats(self, into: Ledger | None = None) -> None:
         """Count in a new ledger from now on, or go on with the one given. Resident experts and the policy's records stay."""
         with self._lock, self._device.tier.lock if self._device else nullcontext():
-            self.stream.remove(self.ledger)
-            self.ledger = into or Ledger(self.manifest.words)
-            self.stream.add(self.ledger)
+            self._count_in(into or Ledger(self.manifest.words))
 
     @contextmanager
     def watched(self, sink: Sink) -> Iterator[None]:
@@ -297,32 +277,17 @@ class Engine:
         return self._stepper
 
     def _build(self, device: torch.device, dtype: torch.dtype, progress: Progress | None) -> None:
-        config, layers = self._config, len(self.manifest.layers)
-        made = make_device(
-            config,
-            geometry(self.manifest),
-            self.plan,
-            self._store,
-            self._policy,
-            self.stream,
-            self.link,
-            device,
-            dtype,
-            progress,
-        )
+        made = make_device(self, self._store, self._policy, device, dtype, progress)
         self._stop = weakref.finalize(self, made.tier.close)  # a dropped model ends its threads
-        if config.low_share == "floor":
-            load_every_lower_twin(made.tier, geometry(self.manifest))
-            self.stream.remove(self.ledger)  # it counts what tokens cost
-            self.ledger = Ledger(self.manifest.words)
-            self.stream.add(self.ledger)
-        shares = {p: share(slots, layers) for p, slots in self.plan.slots.items()}
+        if self._config.low_share == "floor":
+            load_every_lower_twin(made.tier, self.geometry)
+            self._count_in(Ledger(self.manifest.words))  # it counts what tokens cost
+        shares = {p: share(slots, len(self.manifest.layers)) for p, slots in self.plan.slots.items()}
         stepper = Stepper(made, self._rules, self.prefetcher, self.stream, shares)
         stepper.predictor, stepper.streaming = self._predictor, self._streams
         self._device, self._stepper = made, stepper
 
-
-def geometry(manifest: Manifest) -> Geometry:
-    """What decisions know of a checkpoint."""
-    nbytes = (0, *(twin.layout.stride for twin in manifest.twins))
-    return Geometry(len(manifest.layers), manifest.experts, nbytes)
+    def _count_in(self, ledger: Ledger) -> None:
+        self.stream.remove(self.ledger)
+        self.ledger = ledger
+        self.stream.add(ledger)

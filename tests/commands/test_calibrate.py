@@ -78,7 +78,7 @@ def test_better_twins_come_of_it(calibrated, bundled, tmp_path):
     moments = Moments(folder)
     options = Options(low_method="gptq", importance=moments.identity)
     manifest, _ = convert("tiny", Source(bundled), tmp_path / "gptq", options, lambda n: None, moments)
-    assert manifest.low == Manifest.read(folder).low and manifest.options["importance"] == moments.identity
+    assert manifest.layout(1) == Manifest.read(folder).layout(1) and manifest.options["importance"] == moments.identity
     rows = windows(AutoTokenizer.from_pretrained(bundled), domains(bundled)["drama"], 4, 64)
     truth = window_logits(AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32), rows)
     kl = []
