@@ -97,3 +97,20 @@ def test_the_runtime_prints_and_draws_nothing(module):
 def test_top_level_packages_are_not_shadowed():
     """`import kernels` from a checkout is Hugging Face's package or nothing of ours."""
     assert not any((ROOT / folder / "__init__.py").exists() for folder in MAPPED)
+
+
+def test_tests_and_benchmarks_use_the_seams_and_no_private_names():
+    """An underscore of another object is a decision that cannot be seen from outside: a seam is missing there."""
+    reached = []
+    for path in [*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+                continue
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "sys")
+            if not own and node.attr not in PUBLIC_IN_SPITE_OF_IT:
+                reached.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert not reached, "\n".join(reached)
+
+
+# Names of other projects, or of the standard library's named tuples, that are meant to be used.
+PUBLIC_IN_SPITE_OF_IT = {"_replace", "_fields", "_asdict", "_apply_gate"}

@@ -89,9 +89,9 @@ class TestWalk:
 
     def test_it_wishes_for_what_the_scorer_says_and_likeliest_first(self, make):
         memory = Memory()
-        walk(make(), memory, predictions={1: choice(0.03, 0.62, 0.25, 0.1)})
-        # scores: .97 (skipped), 0, .62, .87
-        assert memory.twins == [(1, 1, 2), (1, 2, 1), (1, 3, 1)]
+        walk(make(), memory, predictions={1: choice(0.1, 0.25, 0.62, 0.03)})
+        # scores: .87, .62, 0, .97 (skipped)
+        assert memory.twins == [(1, 2, 2), (1, 1, 1), (1, 0, 1)]
 
     def test_what_is_resident_is_wished_for_too_so_that_it_is_kept(self, make):
         memory = Memory({ExpertId(1, 0): 2})
