@@ -544,7 +544,7 @@ class TestLink:
     failing=st.sampled_from([0.0, 0.05, 0.3]),
     slow=st.sampled_from([0.0, 0.1]),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_threads_at_random(seed, slots, host, policy, failing, slow):
     """1,000 operations from four threads in each example: what they get is theirs and whole, nothing is lost, nothing hangs."""
     chance = random.Random(seed)
