@@ -10,9 +10,9 @@ Formats of a matrix, by FORMATS, the one table of them:
   bfloat16, float16 the weight itself
 
 The two matrices of an expert may have any two formats. A new format gets a row of FORMATS here and, where its width is new, of
-PLANES in packing.py; one of a new kind also gets its parts (`MatrixFormat.parts`) and its arithmetic (`dequantize`). With that
-it is stored, described, read and computed by the reference. Then quantize/methods.py has to make it; and each faster kernel to
-take it, or registry.py to keep it from that kernel.
+PLANES in packing.py; one of a new kind also gets its parts (`MatrixFormat.parts`) and its arithmetic (`dequantize`). With that it
+is stored, described, read and computed by the reference. Then quantize/forms.py has to name it, and quantize/methods/ to make it;
+and each faster kernel has to take it, or registry.py to keep it from that kernel.
 
 Letters: N rows (outputs), K columns (inputs), H hidden, I intermediate.
 """

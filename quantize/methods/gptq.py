@@ -1,6 +1,6 @@
 """Codes, scales and zeros of one matrix for the smallest error of its output, rather than of its weights.
 
-With H the second moments of the inputs (`moments.py`), in blocks of B columns that are treated one after the other:
+With H the second moments of the inputs (checkpoint/moments.py), in blocks of B columns that are treated one after the other:
 
   error feedback  Column by column, in decreasing order of H's diagonal, the error of rounding is spread over the columns
                   still to be rounded, which can make up for it: GPTQ (Frantar et al. 2022), with scales fixed beforehand.
