@@ -9,6 +9,8 @@ Letters: L MoE layers, E experts a layer, F finalists a layer.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,9 +27,8 @@ def least_valued(policy: Policy, layers: Index, experts: Index, precision: Preci
     if not len(layers):
         return None
     values = policy.values(layers, experts, precision, now)
-    ties = np.flatnonzero(values == values.min())
-    first = ties[0] if len(ties) == 1 else ties[np.lexsort((experts[ties], layers[ties]))[0]]
-    return ExpertId(int(layers[first]), int(experts[first]))
+    ties = np.flatnonzero(values == values.min()).tolist()
+    return min(ExpertId(int(layers[i]), int(experts[i])) for i in ties)
 
 
 class Victims:
@@ -38,32 +39,45 @@ class Victims:
         self._policy, self._precision = policy, precision
         self._eligible = np.zeros((geometry.layers, geometry.experts), bool)
         self._finalists = np.full((geometry.layers, 0), -1)
-        self._stale = np.ones(geometry.layers, bool)
+        self._stale = set(range(geometry.layers))  # layers whose finalists are to be asked for again
+        self._all = range(geometry.layers)
 
     def set(self, expert: ExpertId, eligible: bool) -> None:
         """Whether a twin may make room from now on."""
         self._eligible[expert] = eligible
-        self._stale[expert.layer] = True
+        self._stale.add(expert.layer)
 
     def clear(self) -> None:
         """No twin may make room."""
         self._eligible[:] = False
-        self._stale[:] = True
+        self._stale.update(self._all)
 
-    def choose(self, now: int) -> ExpertId | None:
-        """The one that does while layer `now` is at work; None where none may."""
-        stale = np.flatnonzero(self._stale)
-        if stale.size:
-            found = self._policy.finalists(stale, self._eligible[stale], self._precision)
-            if found.shape[1] != self._finalists.shape[1]:
-                stale = np.arange(len(self._stale))
-                found = self._policy.finalists(stale, self._eligible, self._precision)
-                self._finalists = found
-            else:
-                self._finalists[stale] = found
-            self._stale[:] = False
+    def choose(self, now: int, but: Collection[ExpertId] = ()) -> ExpertId | None:
+        """The one that does while layer `now` is at work, none of `but`; None where none may."""
+        kept = [expert for expert in but if self._eligible[expert]]
+        for expert in kept:
+            self.set(expert, False)
+        self._refresh()
+        for expert in kept:
+            self.set(expert, True)
+        if self._finalists.shape[1] == 1:
+            experts = self._finalists[:, 0]
+            layers = np.flatnonzero(experts >= 0)
+            return least_valued(self._policy, layers, experts[layers], self._precision, now)
         layers, column = np.nonzero(self._finalists >= 0)
         return least_valued(self._policy, layers, self._finalists[layers, column], self._precision, now)
+
+    def _refresh(self) -> None:
+        """Ask for the finalists of what has changed."""
+        if not self._stale:
+            return
+        stale = np.array(sorted(self._stale))
+        found = self._policy.finalists(stale, self._eligible[stale], self._precision)
+        if found.shape[1] == self._finalists.shape[1]:
+            self._finalists[stale] = found
+        else:  # the first time
+            self._finalists = self._policy.finalists(np.array(self._all), self._eligible, self._precision)
+        self._stale.clear()
 
     def eligible(self) -> NDArray[np.bool_]:
         """`[L, E]`: which may make room."""
@@ -71,7 +85,7 @@ class Victims:
 
     def _begin(self, event: PassBegins) -> None:
         if event.new_sequence or self._policy.ages:
-            self._stale[:] = True
+            self._stale.update(self._all)
 
     def _use(self, use: Use) -> None:
-        self._stale[use.layer] = True
+        self._stale.add(use.layer)

@@ -105,7 +105,8 @@ class ExpertCache:
 
     def _victim(self, precision: Precision, now: int, demand: bool) -> ExpertId | None:
         """Who makes room: the policy's choice among what is not masked, and for a demand among all where there is no other."""
-        pool, victim = self.pools[precision], self.victims[precision].choose(now)
+        pool = self.pools[precision]
+        victim = self.victims[precision].choose(now, pool.pinned)
         if victim is None and demand:
             victim = self._least(precision, [slot for slot in range(len(pool)) if pool.evictable(slot)], now)
         return victim
@@ -116,7 +117,8 @@ class ExpertCache:
         pool = self.pools[precision]
         mine = np.flatnonzero(self.victims[precision].eligible()[expert.layer]).tolist()
         slots = [pool.slot_of[ExpertId(expert.layer, e)] for e in mine]
-        victim = self._least(precision, [slot for slot in slots if not pool.passing[slot]], now)
+        stay = [slot for slot in slots if not pool.passing[slot] and pool.evictable(slot)]
+        victim = self._least(precision, stay, now)
         if victim is None:
             return None
         layers, experts = np.array([victim.layer, expert.layer]), np.array([victim.expert, expert.expert])
@@ -142,7 +144,7 @@ class ExpertCache:
         pool = self.pools[precision]
         owner = pool.owner[slot]
         if owner is not None:
-            self.victims[precision].set(owner, pool.evictable(slot) and not bool(pool.masked[slot]))
+            self.victims[precision].set(owner, pool.state[slot] is State.RESIDENT and not pool.masked[slot])
 
     def evict(self, precision: Precision, slots: Iterable[int] | None = None) -> None:
         """Free those of `slots`, of all without them, that are resident and not pinned."""
@@ -155,8 +157,8 @@ class ExpertCache:
         """The owner of a filling slot has filled it: it is resident, pinned so many times."""
         pool = self.pools[precision]
         assert pool.state[slot] is State.FILLING
-        pool.pins[slot] = pins
         pool.state[slot] = State.RESIDENT
+        pool.pin(slot, pins)
         self._may_go(precision, slot)
 
     def abort(self, precision: Precision, slot: int) -> None:
@@ -172,14 +174,12 @@ class ExpertCache:
         """Keep a resident slot from eviction until as many `unpin`s."""
         pool = self.pools[precision]
         assert pool.state[slot] is State.RESIDENT
-        pool.pins[slot] += 1
-        self._may_go(precision, slot)
+        pool.pin(slot, 1)
 
     def unpin(self, precision: Precision, slot: int) -> None:
         pool = self.pools[precision]
         assert pool.pins[slot] > 0
-        pool.pins[slot] -= 1
-        self._may_go(precision, slot)
+        pool.pin(slot, -1)
 
     def mask(self, expert: ExpertId, precision: Precision) -> None:
         """Keep a twin, if it is resident, until its layer has passed (`unmask`), unless a demand finds no other victim."""
@@ -223,7 +223,9 @@ class ExpertCache:
             pool.check_integrity(f"precision {precision}")
             eligible = self.victims[precision].eligible()
             may_go = {
-                owner for owner, slot in pool.slot_of.items() if pool.evictable(slot) and not bool(pool.masked[slot])
+                owner
+                for owner, slot in pool.slot_of.items()
+                if pool.state[slot] is State.RESIDENT and not pool.masked[slot]
             }
             assert {ExpertId(*pair) for pair in np.argwhere(eligible).tolist()} == may_go, (
                 f"precision {precision}: victims"

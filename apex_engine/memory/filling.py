@@ -28,16 +28,19 @@ class Filling:
         self._unused: dict[tuple[ExpertId, Precision], int] = {}  # prefetched and not used yet -> bytes
         self._cache, self._stream, self._host = cache, stream, host
 
+    def held(self, expert: ExpertId, precision: Precision, now: int) -> Load | None:
+        """The ticket of a resident twin, pinned; None where it is not resident."""
+        slot = self._cache.find(expert, precision)
+        if slot is None:
+            return None
+        self._cache.pin(precision, slot)
+        early = self._unused.pop((expert, precision), None)
+        self._stream.emit(events.Asked(expert, precision, True, early is not None, early or 0))
+        return Load(expert, precision, now, 0, slot=slot, over=True, waiters=1)
+
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None) -> Load:
-        """A ticket for a twin that somebody waits for; pinned where it is resident."""
-        key = expert, precision
-        slot = self._cache.find(*key)
-        if slot is not None:
-            self._cache.pin(precision, slot)
-            early = self._unused.pop(key, None)
-            self._stream.emit(events.Asked(expert, precision, True, early is not None, early or 0))
-            return Load(expert, precision, now, 0, slot=slot, over=True, waiters=1)
-        load = self.requests.loads.get(key)
+        """The ticket of a twin that is not resident."""
+        load = self.requests.loads.get((expert, precision))
         if load is None:
             load = self._new(expert, precision, now, Kind.DEMAND)
             load.share, load.block = share, block_size(load.size)

@@ -53,7 +53,9 @@ class Loader:
         self.lock = threading.Lock()
         self.residency = cache
         self._cache, self._carrier = cache, carrier
-        self._work, self._change = threading.Condition(self.lock), threading.Condition(self.lock)
+        self._work = threading.Condition(self.lock)
+        # One for each caller that waits for a load to be over: a condition's `wait` may lose the lock when it is interrupted.
+        self._waiting: list[threading.Lock] = []
         self._filling = Filling(cache, stream, host)
         self._requests = self._filling.requests
         self._whole = _Whole()
@@ -66,6 +68,10 @@ class Loader:
     # ---- with the lock held, by the caller ----
 
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None = None) -> Load:
+        # A hit changes nothing that a worker could trip over.
+        held = self._filling.held(expert, precision, now)
+        if held is not None:
+            return held
         with self._whole:
             return self._filling.request(expert, precision, now, share)
 
@@ -78,7 +84,7 @@ class Loader:
                         self._filling.reserve(load)
                     blocks += -(-(load.size - load.taken) // max(load.block, 1)) + len(load.again)
         if blocks:
-            self._work.notify(blocks if busy else blocks - 1)  # one is the caller's own, as soon as it waits
+            self._work.notify(max(blocks - 1, int(busy)))  # one is the caller's own, as soon as it waits
 
     def prefetch(self, wish: Wish, now: int) -> int:
         with self._whole:
@@ -133,21 +139,21 @@ class Loader:
                     block = None if there else self._filling.next(worker=False, now=time.perf_counter())
                 if there:
                     return there
-                if block is None:
-                    self._change.wait()
-                    continue
-            self._bring(block)
+                change = self._promise_change() if block is None else None
+            if block is not None:
+                self._bring(block)
+            elif change is not None:
+                change.acquire()
 
     def forget(self, tickets: Iterable[Load]) -> None:
-        with self.lock, self._whole:
+        with self.lock:
             self._filling.give_back(tickets)
 
     def release(self, slots: list[tuple[Precision, int]]) -> None:
         with self.lock:
-            with self._whole:
-                for precision, slot in slots:
-                    self._cache.unpin(precision, slot)
-                    self._carrier.used(precision, slot)
+            for precision, slot in slots:
+                self._cache.unpin(precision, slot)
+                self._carrier.used(precision, slot)
             if self._requests.queues[Kind.DEMAND]:  # one may have waited for a slot
                 self._work.notify_all()
 
@@ -160,7 +166,7 @@ class Loader:
             self._filling.recover(time.perf_counter())
             self._whole.torn = False
             self._work.notify_all()
-            self._change.notify_all()
+            self._keep_promises()
 
     def close(self) -> None:
         if self._whole.torn:
@@ -168,10 +174,21 @@ class Loader:
         with self.lock:
             self._filling.close()
             self._work.notify_all()
-            self._change.notify_all()
+            self._keep_promises()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+
+    def _promise_change(self) -> threading.Lock:
+        """What can be acquired once a load is over. Lock held."""
+        promise = threading.Lock()
+        promise.acquire()
+        self._waiting.append(promise)
+        return promise
+
+    def _keep_promises(self) -> None:
+        while self._waiting:
+            self._waiting.pop().release()
 
     # ---- without the lock ----
 
@@ -218,4 +235,4 @@ class Loader:
             if block.early or block.load.again:
                 self._work.notify()  # the next early block may go, or what was put down
             if block.load.over:
-                self._change.notify_all()
+                self._keep_promises()

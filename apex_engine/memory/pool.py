@@ -41,6 +41,7 @@ class Pool:
         self.bytes = self.memory.numpy() if device.type == "cpu" else None
         self.state = [State.FREE] * slots
         self.pins = np.zeros(slots, np.int64)
+        self.pinned: set[ExpertId] = set()  # whose slots have pins
         self.owner: list[ExpertId | None] = [None] * slots
         self.slot_of: dict[ExpertId, int] = {}  # filling or resident
         self.free = list(range(slots - 1, -1, -1))
@@ -56,6 +57,13 @@ class Pool:
 
     def evictable(self, slot: int) -> bool:
         return self.state[slot] is State.RESIDENT and not self.pins[slot]
+
+    def pin(self, slot: int, times: int) -> None:
+        """Add so many pins, or take them away, of a slot that is resident."""
+        owner = self.owner[slot]
+        assert owner is not None
+        self.pins[slot] += times
+        (self.pinned.add if self.pins[slot] else self.pinned.discard)(owner)
 
     def take(self, expert: ExpertId, slot: int, passing: bool) -> int:
         """A slot that has no owner is filled by `expert` from now on. Returns it."""
@@ -112,6 +120,7 @@ class Pool:
         self.slot_of = {owner: slot for slot, owner in kept.items()}
         self.free = [slot for slot in reversed(slots) if slot not in kept]
         self.pins[:] = 0
+        self.pinned.clear()
         self.masked[:] = self.passing[:] = False
         self.passers, self.staying = set(), dict(Counter(owner.layer for owner in kept.values()))
         for slot in self.free:
@@ -127,6 +136,7 @@ class Pool:
         for slot, state in enumerate(self.state):
             assert (state is State.FREE) == (slot in free) == (self.owner[slot] is None), f"{what}: slot {slot}"
             assert self.pins[slot] >= 0 and (state is State.RESIDENT or not self.pins[slot]), f"{what}: pins of {slot}"
+            assert bool(self.pins[slot]) == (self.owner[slot] in self.pinned), f"{what}: {slot} is pinned or not"
             assert self.passing[slot] == (slot in self.passers), f"{what}: slot {slot} passes or not"
             assert not (state is State.FREE and (self.masked[slot] or self.passing[slot])), f"{what}: free {slot}"
         layers = [owner.layer for slot, owner in enumerate(self.owner) if owner and not self.passing[slot]]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -60,14 +60,16 @@ class Device:
 
     def compute(self, job: Job, precision: Precision, served: list[tuple[Served, int]]) -> None:
         """Write the weighted outputs of the pairs that twins of one precision serve, from their slots, into `job.out`."""
-        with self._watch:
-            for one, some in _by_request(job, served) if len(job.sizes) > 1 else ((job, served),):
-                self._compute_request(one, precision, some)
+        begun = self._watch.begin()
+        for one, some in _by_request(job, served) if len(job.sizes) > 1 else ((job, served),):
+            self._compute_request(one, precision, some)
+        self._watch.end(begun)
         self.report()
 
     def report(self) -> None:
         """Emit the seconds of what has been computed and not been reported; on CUDA of what is done by now."""
-        for seconds in self._watch.done():
+        seconds = self._watch.done()
+        if seconds:
             self._stream.emit(Computed(seconds))
 
     def _compute_request(self, job: Job, precision: Precision, served: list[tuple[Served, int]]) -> None:
@@ -90,34 +92,38 @@ class Device:
 
 
 class Stopwatch:
-    """Seconds of what runs inside `with`. On CUDA, of the device and not of the launches: known later, without waiting for it."""
+    """Seconds between `begin` and `end`. On CUDA, of the device and not of the launches: known later, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._cuda = device.type == "cuda"
-        self._start = 0.0
-        self._seconds: deque[Callable[[], float | None]] = deque()
+        self._device = device if device.type == "cuda" else None
+        self._running: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = (
+            deque()
+        )  # begun and ended, not known to be done
+        self._seconds = 0.0
 
-    def __enter__(self) -> None:
-        if self._cuda:
-            self._begun = torch.cuda.current_stream(self._device).record_event(torch.cuda.Event(enable_timing=True))
+    def begin(self) -> Any:
+        """For `end`."""
+        return time.perf_counter() if self._device is None else self._event(self._device)
+
+    def end(self, begun: Any) -> None:
+        if self._device is None:
+            self._seconds += time.perf_counter() - begun
         else:
-            self._start = time.perf_counter()
+            self._running.append((begun, self._event(self._device)))
 
-    def __exit__(self, *_: object) -> None:
-        if self._cuda:
-            begun, ended = self._begun, torch.cuda.Event(enable_timing=True)
-            torch.cuda.current_stream(self._device).record_event(ended)
-            self._seconds.append(lambda: begun.elapsed_time(ended) / 1000 if ended.query() else None)
-        else:
-            seconds = time.perf_counter() - self._start
-            self._seconds.append(lambda: seconds)
+    def done(self) -> float:
+        """Of all that has ended and was not given before."""
+        while self._running and self._running[0][1].query():
+            begun, ended = self._running.popleft()
+            self._seconds += begun.elapsed_time(ended) / 1000
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
-    def done(self) -> Iterator[float]:
-        """What has ended and was not given before, in order."""
-        while self._seconds and (seconds := self._seconds[0]()) is not None:
-            self._seconds.popleft()
-            yield seconds
+    @staticmethod
+    def _event(device: torch.device) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        torch.cuda.current_stream(device).record_event(event)
+        return event
 
 
 def _by_request(job: Job, served: list[tuple[Served, int]]) -> Iterator[tuple[Job, list[tuple[Served, int]]]]:

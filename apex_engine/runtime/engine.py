@@ -36,6 +36,22 @@ from apex_engine.runtime.device import Device
 from apex_engine.runtime.step import Stepper
 
 
+class _Work:
+    """A call that changes state, with the engine's lock held. One that ended anywhere, as by Ctrl-C, is set right by the next."""
+
+    def __init__(self, recover: Callable[[], object]) -> None:
+        self._recover, self._settled = recover, True
+
+    def __enter__(self) -> None:
+        if not self._settled:
+            self._recover()
+        self._settled = False
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or issubclass(kind, Exception):  # whoever raised it has put things in order
+            self._settled = True
+
+
 class Engine:
     """`model.apex`. One lock serialises layer steps and everything else that changes state.
 
@@ -64,10 +80,10 @@ class Engine:
         self._device: Device | None = None  # made for the first token, or by `prepare`
         self._stepper: Stepper | None = None
         self._stop: Callable[[], object] = lambda: None
-        self._settled = True  # no call ended somewhere in the middle
+        self._lock = threading.Lock()
+        self._work = _Work(self._recover)
         self._streams = False  # the pass under way is a prompt that goes through slots that it should not keep
         self._closed = False
-        self._lock = threading.Lock()
 
     @classmethod
     def open(
@@ -165,7 +181,7 @@ class Engine:
     def evict_all(self) -> None:
         """Forget every resident expert but the LOW twins that `low_share` "floor" holds; what is known of times and of the
         predictor stays. Call it between passes."""
-        with self._working():
+        with self._lock, self._work:
             if self._device:
                 precisions = self.manifest.precisions
                 floor = self._config.low_share == "floor"
@@ -193,12 +209,12 @@ class Engine:
         """Make slots, host tier and threads now rather than at the first token. `progress(what, done, total)` is told of long
         work.
         """
-        with self._working():
+        with self._lock, self._work:
             self._ready(device, dtype, progress)
 
     def begin_pass(self, phase: str, tokens: int, new_sequence: bool) -> None:
         """A forward pass over `tokens` tokens begins; `phase` is "prefill" or "decode"."""
-        with self._working():
+        with self._lock, self._work:
             if self._predictor:
                 self._predictor.learn()
             streaming = phase == "prefill" and self._config.admission == "stream"
@@ -237,7 +253,7 @@ class Engine:
         The gate weights are applied and summed in float32, in the router's order whatever was resident. Raises ApexError where
         an expert cannot be read.
         """
-        with self._working():
+        with self._lock, self._work:
             stepper = self._ready(x.device, x.dtype)
             return stepper.step(layer, x, chosen, weights, activation, sizes or (len(x),))
 
@@ -245,23 +261,13 @@ class Engine:
     def embedded(self, embeddings: Tensor) -> None:
         """A pass goes on with these embeddings `[B, T, H]`: of one token, they say what the first MoE layer may choose."""
         x = embeddings.reshape(-1, embeddings.shape[-1])
-        with self._working():
+        with self._lock, self._work:
             if len(x) == 1 and self._stepper:
                 self._stepper.look_ahead(EMBEDDING, x)
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """The lock is held. A call that ended anywhere, as by Ctrl-C, is set right by the next one."""
-        with self._lock:
-            if not self._settled and self._device:
-                self._device.tier.recover()
-            self._settled = False
-            try:
-                yield
-            except Exception:
-                self._settled = True  # whoever raised it has put things in order
-                raise
-            self._settled = True
+    def _recover(self) -> None:
+        if self._device:
+            self._device.tier.recover()
 
     def _ready(self, device: torch.device, dtype: torch.dtype, progress: Progress | None = None) -> Stepper:
         if self._closed:

@@ -56,11 +56,11 @@ class Stepper:
         self, layer: int, x: Tensor, chosen: Tensor, weights: Tensor, activation: Activation, sizes: Sequence[int]
     ) -> Tensor:
         """`x` `[T, H]`, router's `chosen` and `weights` `[T, K]` -> `[T, H]` in the dtype of `x`; `sizes`: see `Engine.step`."""
-        parts = pieces(sizes, tokens_a_piece(max(chosen.shape[1], 1), x.shape[1]))
-        if len(parts) == 1:
-            return self._piece(layer, x, chosen, weights, activation, parts[0])
+        most = tokens_a_piece(max(chosen.shape[1], 1), x.shape[1])
+        if len(x) <= most:
+            return self._piece(layer, x, chosen, weights, activation, tuple(sizes))
         found, start = [], 0
-        for part in parts:
+        for part in pieces(sizes, most):
             stop = start + sum(part)
             found.append(self._piece(layer, x[start:stop], chosen[start:stop], weights[start:stop], activation, part))
             start = stop
@@ -128,7 +128,8 @@ class Stepper:
                     ready.setdefault(one.precision, []).append((one, ticket.slot))
                 else:
                     coming[ticket] = one
-        tier.settle(coming, busy=bool(ready) or self.predictor is not None)
+        if coming:
+            tier.settle(coming, busy=bool(ready) or self.predictor is not None)
         tier.drop(layer)
         if self.rules.degrade:
             for one in served:

@@ -53,7 +53,7 @@ class Store:
 
     def verify(self, expert, precision, blob):
         if not (blob == stamp(expert, precision)).all():
-            raise ApexError(f"{expert} {precision.word} came wrong")
+            raise ApexError(f"{expert} {precision} came wrong")
 
 
 def a_gated_store():
@@ -565,7 +565,7 @@ def test_threads_at_random(seed, slots, host, policy, failing, slow):
             try:
                 for load in loader.arrived(loads):
                     whole = (cache.pools[load.precision].memory[load.slot] == stamp(load.expert, load.precision)).all()
-                    assert whole, f"{load.expert} {load.precision.word} is not what was asked for"
+                    assert whole, f"{load.expert} {load.precision} is not what was asked for"
                     loader.release([(load.precision, load.slot)])
             except ApexError:
                 pass

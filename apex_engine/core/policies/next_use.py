@@ -31,16 +31,18 @@ class NextUse(Policy):
         self._layers, self._pass = geometry.layers, 0
         self._counted = np.zeros(geometry.layers, np.int64)  # the last pass whose tokens are in a layer's shares
         self._tokens = 1
+        self._left = self.FADES  # of earlier tokens, once those of this pass are counted
 
     def _begin(self, event: PassBegins) -> None:
         if event.new_sequence:
             self._recent[:] = self._often[:] = self._weight[:] = 0
         self._pass += 1
         self._tokens = event.tokens
+        recent, often = self.FADES
+        self._left = recent ** min(event.tokens, 999), often ** min(event.tokens, 999)
 
     def _use(self, use: Use) -> None:
-        layer = use.layer
-        recent, often = (fades ** min(self._tokens, 999) for fades in self.FADES)  # what is left of earlier tokens
+        layer, (recent, often) = use.layer, self._left
         if self._counted[layer] != self._pass:
             self._counted[layer] = self._pass
             self._recent[:, layer] *= recent
