@@ -12,10 +12,10 @@ from typing import Any
 from apex_engine.core.policies import POLICIES
 from apex_engine.core.thresholds import DEFAULTS
 from apex_engine.errors import ApexError
+from apex_engine.kernels.registry import KERNELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")  # of the computation
 MODES = ("adaptive", "deterministic", "exact")
-KERNELS = ("auto", "torch", "native", "numba", "triton")  # as the registry has them, which needs torch
 UNITS = {"": 1, "B": 1}
 for _i, _letter in enumerate("KMGT", 1):
     UNITS |= {f"{_letter}B": 1000**_i, f"{_letter}IB": 1024**_i, _letter: 1024**_i}

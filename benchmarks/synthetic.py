@@ -131,7 +131,7 @@ class Model:
         engine.predictor = self
         engine.prepare(device, self._dtype)
 
-    ready, unknown = True, ()  # of a predictor
+    ready, unknown, reads_embeddings = True, (), False  # of a predictor
 
     def predict(self, now: int, later: int, x: Tensor) -> Choice:
         some = slice(self._token, self._token + len(x))

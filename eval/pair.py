@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from apex_engine.checkpoint.manifest import Manifest
+from apex_engine.cli.console import loading_bars
 from apex_engine.cli.options import engine_config
 from apex_engine.core.ledger import Ledger
 from apex_engine.errors import ApexError, first_line
@@ -76,7 +77,8 @@ def load_pair(args: argparse.Namespace, folder: Path, reference: Path | None) ->
     device = parse_device(args.device)
     dtype = "float32" if args.dtype == "auto" and device.type == "cpu" else args.dtype
     options = {**vars(engine_config(args, device, prefetch=0)), "mode": "deterministic"}
-    model = load(folder, dtype=None if dtype == "auto" else dtype, device=device, **options)
+    with loading_bars() as told:
+        model = load(folder, dtype=None if dtype == "auto" else dtype, device=device, progress=told, **options)
     return Pair(model, _load_reference(reference, model.dtype, device) if reference else None)
 
 

@@ -32,7 +32,7 @@ def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> 
             return like_torch
         name = "torch"
     if name == "auto":
-        name = _fastest(on_cpu)
+        name = _fastest(layout, on_cpu)
     if name == "triton":
         return _triton(layout, memory, on_cpu)
     if name == "native":
@@ -44,12 +44,12 @@ def pick(name: str, layout: Layout, memory: Tensor, bit_equal: bool = False) -> 
     return Reference(layout, memory)
 
 
-def _fastest(on_cpu: bool) -> str:
-    from apex_engine.kernels.cpu.native import instruction_set
+def _fastest(layout: Layout, on_cpu: bool) -> str:
+    from apex_engine.kernels.cpu.native import instruction_set, reads
 
     if not on_cpu:
         return "torch"  # until `make gpu-check` has passed on a device; "triton" can be asked for
-    return "native" if instruction_set() else "numba" if find_spec("numba") else "torch"
+    return "native" if instruction_set() and reads(layout) else "numba" if find_spec("numba") else "torch"
 
 
 def _triton(layout: Layout, memory: Tensor, on_cpu: bool) -> Kernel:
@@ -61,8 +61,12 @@ def _triton(layout: Layout, memory: Tensor, on_cpu: bool) -> Kernel:
 
 
 def _native(layout: Layout, memory: Tensor, on_cpu: bool) -> Kernel:
-    from apex_engine.kernels.cpu.native import NativeKernel, instruction_set
+    from apex_engine.kernels.cpu.native import NativeKernel, instruction_set, reads
 
+    if not reads(layout):
+        raise ApexError(
+            f"kernels native read no codes of {layout.up.name} above {layout.down.name}: use --kernels auto"
+        )
     if not on_cpu or not instruction_set():
         raise ApexError("kernels native need a CPU and a C compiler when apex-engine is installed: use --kernels auto")
     return NativeKernel(layout, memory)

@@ -183,6 +183,9 @@ class Governor(Published):
             self._demanded += event.nbytes
 
 
+PREFETCHERS: dict[str, Callable[[int, int], Prefetcher]] = {"on": Governor, "off": Published}  # by `Config.governor`
+
+
 def by_mass(layer: int, served: list[Served], gates: NDArray[np.float32]) -> list[tuple[ExpertId, Precision]]:
     """The twins that would serve a layer, those of the most gate mass first."""
     mass = np.abs(gates)

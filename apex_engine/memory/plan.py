@@ -90,7 +90,7 @@ def _budget(config: Config, all_high: int, rest: int) -> int:
 
 def _too_small(config: Config, budget: int, least: int, rest: int, lower: list[str], floor: bool) -> str:
     name = f"memory {config.memory}" if config.device_memory is None else f"device_memory {config.device_memory}"
-    after = f" after {rest:,} for dense weights and the KV cache" if rest else ""
+    after = f" after {rest:,} for dense weights and the KV cache, a step's outputs included" if rest else ""
     others = " and ".join(f"every {word} twin" if floor else f"one {word} slot" for word in lower)
     what = f"{others} and one HIGH slot take" if lower else "one slot takes"
     return (

@@ -16,6 +16,8 @@ class Predictor(Protocol):
     """Contract: asked for a later layer's choice while one layer is at work, and shown what each layer was given. Changes
     nothing of the model. One thread at a time."""
 
+    reads_embeddings: bool  # whether it can say of a token's embedding what the first layer will choose
+
     @property
     def ready(self) -> bool:
         """Whether it can be asked; it may have to see a pass first."""

@@ -34,6 +34,8 @@ from apex_engine.predict.routers import Router, Routers
 class GatePredictor:
     """A `Predictor` that asks the later layer's own router."""
 
+    reads_embeddings = False
+
     def __init__(self, layers: list[tuple[nn.Module, nn.Module]], corrected: bool = False) -> None:
         """`layers`: for each MoE layer, the decoder layer and the MoE block in it. `corrected`: for the norms."""
         self.routers, self._corrected = Routers(layers), corrected

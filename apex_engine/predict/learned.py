@@ -21,6 +21,8 @@ RATE = 0.3
 class LearnedPredictor(GatePredictor):
     """A `Predictor` whose questions learn where they are linear."""
 
+    reads_embeddings = True
+
     def __init__(self, layers: list[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__(layers, corrected=True)
         self._seen: list[tuple[int, Tensor]] = []  # layers and their inputs, to be learned from

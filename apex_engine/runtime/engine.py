@@ -21,7 +21,7 @@ from apex_engine.core.admission import share
 from apex_engine.core.events import Sink, Stream
 from apex_engine.core.ledger import Ledger
 from apex_engine.core.policies import POLICIES, Policy
-from apex_engine.core.prefetch import Governor, Prefetcher, Published
+from apex_engine.core.prefetch import PREFETCHERS, Prefetcher
 from apex_engine.core.rules import Rules
 from apex_engine.core.thresholds import Thresholds
 from apex_engine.errors import ApexError
@@ -101,9 +101,6 @@ class Engine:
         """
         manifest = Manifest.read(folder)
         thresholds = resolve(config, folder, manifest)
-        layers = len(manifest.layers)
-        if prefetcher is None:
-            prefetcher = (Governor if config.governor == "on" else Published)(layers, config.prefetch)
         return cls(
             manifest,
             config,
@@ -111,7 +108,7 @@ class Engine:
             thresholds,
             store or ExpertStore(folder, manifest),
             policy or POLICIES[config.policy](manifest.geometry),
-            prefetcher,
+            prefetcher or PREFETCHERS[config.governor](len(manifest.layers), config.prefetch),
         )
 
     @property

@@ -133,7 +133,7 @@ class ApexQuantizer(HfQuantizer):
                 block = name.rpartition(".")[0]
                 layers.append((model.get_submodule(block.rpartition(".")[0]), model.get_submodule(block)))
             self._engine.predictor = PREDICTORS[self._engine.config.predictor](layers)
-            if self._engine.config.predictor == "learned":
+            if self._engine.predictor.reads_embeddings:
                 model.get_input_embeddings().register_forward_hook(lambda _, __, out: self._engine.embedded(out))
         _watch(model, self._engine)
         return model

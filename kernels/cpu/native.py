@@ -34,6 +34,7 @@ from apex_engine.kernels.layout import MATRICES, Layout
 from apex_engine.kernels.reference import Reference, one_by_one, unfused
 
 MOST_TOKENS = 4  # of one expert, for a 16-bit twin
+WIDTHS = (2, 3, 4)  # of grouped codes, that native.c reads
 FORMATS = {"int8": 0, "bfloat16": 1, "float16": 2}  # enum of native.c
 IN_PAIRS = 3
 VERSION = 2  # of the functions and structs of native.c: apex_version there
@@ -190,6 +191,11 @@ class NativeKernel:
 def _settings() -> tuple[int, bool]:
     """What the order of torch's sums depends on, beside the shape."""
     return torch.get_num_threads(), bool(torch.backends.mkldnn.enabled)
+
+
+def reads(layout: Layout) -> bool:
+    """Whether native.c knows the codes of both matrices."""
+    return all(form.bits in WIDTHS for form in (layout.up, layout.down) if form.grouped)
 
 
 def _expert(layout: Layout, base: int, like_torch: bool) -> Expert:

@@ -2,9 +2,10 @@ from dataclasses import fields
 
 import pytest
 
-from apex_engine.config import KERNELS, Config, parse_memory
+from apex_engine.config import Config, parse_memory
+from apex_engine.core.prefetch import PREFETCHERS
 from apex_engine.errors import ApexError
-from apex_engine.kernels import registry
+from apex_engine.predict import PREDICTORS
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,8 @@ def test_every_field_says_what_it_means_and_its_choices_are_kept_to():
                 Config.make(**{each.name: "xyzzy"})
 
 
-def test_the_kernels_are_those_of_the_registry():
-    """Written twice, since the registry needs torch and reading options does not."""
-    assert KERNELS == registry.KERNELS
+def test_choices_that_are_written_twice_are_those_of_their_tables():
+    """Their tables need torch, and reading options does not."""
+    choices = {field.name: field.metadata["choices"] for field in fields(Config) if field.metadata.get("choices")}
+    assert tuple(choices["predictor"]) == tuple(PREDICTORS)
+    assert tuple(choices["governor"]) == tuple(PREFETCHERS)

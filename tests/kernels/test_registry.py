@@ -92,3 +92,10 @@ def test_a_kernel_imports_what_it_computes_with(file):
     for heavy, ways in ALLOWED.items():  # nor by way of another module of the kernels, but in the same folder
         module = f"apex_engine.kernels.{heavy.removesuffix('.py').replace('/', '.')}"
         assert module not in ours or ways <= ALLOWED.get(file, set())
+
+
+def test_codes_that_the_c_kernel_does_not_read_are_kept_from_it(monkeypatch):
+    monkeypatch.setattr(native, "WIDTHS", (3, 4))
+    assert not name("auto", LOW).startswith("native") and name("auto", HIGH).startswith("native")
+    with pytest.raises(ApexError, match="kernels native read no codes of int2"):
+        name("native", LOW)
