@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import psutil
 import torch
 
 from apex_engine.errors import ApexError
@@ -31,6 +30,8 @@ def free_memory(device: torch.device) -> int:
     """Bytes that can be had now: of the GPU, or of this machine and the control groups the process is in."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    import psutil  # not where nothing but the device's memory is asked for
+
     return min(psutil.virtual_memory().available, *(free_in(*group) for group in control_groups()))
 
 
