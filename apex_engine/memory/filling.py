@@ -28,7 +28,7 @@ class Filling:
         self._unused: dict[tuple[ExpertId, Precision], int] = {}  # prefetched and not used yet -> bytes
         self._cache, self._stream, self._host = cache, stream, host
 
-    def held(self, expert: ExpertId, precision: Precision, now: int) -> Load | None:
+    def held(self, expert: ExpertId, precision: Precision) -> Load | None:
         """The ticket of a resident twin, pinned; None where it is not resident."""
         slot = self._cache.find(expert, precision)
         if slot is None:
@@ -36,7 +36,7 @@ class Filling:
         self._cache.pin(precision, slot)
         early = self._unused.pop((expert, precision), None)
         self._stream.emit(events.Asked(expert, precision, True, early is not None, early or 0))
-        return Load(expert, precision, now, 0, slot=slot, over=True, waiters=1)
+        return Load.there(expert, precision, slot)
 
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None) -> Load:
         """The ticket of a twin that is not resident."""

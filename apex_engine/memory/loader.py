@@ -69,7 +69,7 @@ class Loader:
 
     def request(self, expert: ExpertId, precision: Precision, now: int, share: int | None = None) -> Load:
         # A hit changes nothing that a worker could trip over.
-        held = self._filling.held(expert, precision, now)
+        held = self._filling.held(expert, precision)
         if held is not None:
             return held
         with self._whole:
@@ -90,13 +90,15 @@ class Loader:
         with self._whole:
             self._cache.mask(wish.expert, wish.precision)
             missing = self._filling.early(wish, now, Kind.PREFETCH)
-        self._work.notify()
+        if missing:
+            self._work.notify()
         return missing
 
     def upgrade(self, expert: ExpertId, precision: Precision, now: int) -> None:
         with self._whole:
-            self._filling.early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
-        self._work.notify()
+            missing = self._filling.early(Wish(expert, precision, alone=True), now, Kind.UPGRADE)
+        if missing:
+            self._work.notify()
 
     def drop(self, layer: int) -> None:
         with self._whole:

@@ -55,6 +55,14 @@ class Load:
     dropped: bool = False
     over: bool = False
 
+    @classmethod
+    def there(cls, expert: ExpertId, precision: Precision, slot: int) -> Load:
+        """The ticket of a twin that is resident, pinned once: it says no more than a ticket does, since every hit makes one."""
+        load = cls.__new__(cls)
+        load.expert, load.precision, load.slot = expert, precision, slot
+        load.over, load.error, load.waiters = True, None, 1
+        return load
+
     @property
     def demand(self) -> bool:
         return self.kind is Kind.DEMAND

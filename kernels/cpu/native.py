@@ -145,8 +145,10 @@ class NativeKernel:
         fused = activation.swiglu and activation.finish is None and not self._layout.shape.bias
         if self._raw:
             # Each expert by itself: what else is in the call depends on what is resident.
-            to_torch = np.diff(routed.first) > (self.most_tokens(x.dtype) if fused else 0)
-            if to_torch.any():
+            most = self.most_tokens(x.dtype) if fused else 0
+            # No token has an expert twice: of few tokens, none can have too many.
+            to_torch = np.diff(routed.first) > most if len(x) > most else None
+            if to_torch is not None and to_torch.any():
                 self._torch(x, *_some(slots, routed, to_torch), gates, activation, out)
                 slots, routed = _some(slots, routed, ~to_torch)
         if not slots:
