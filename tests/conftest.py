@@ -76,3 +76,15 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return ended.value.code, out, err
 
     return call
+
+
+@pytest.fixture(scope="session")
+def source(tiny: Callable[..., tuple[Path, Path]]) -> Path:
+    """A tiny Mixtral of three layers, to be quantized."""
+    return tiny(num_hidden_layers=3)[0]
+
+
+@pytest.fixture(scope="session")
+def finished(tiny: Callable[..., tuple[Path, Path]]) -> Path:
+    """Its apex checkpoint: to be read, and copied before it is spoiled."""
+    return tiny(num_hidden_layers=3)[1]

@@ -15,16 +15,6 @@ from apex_engine.quantize.options import Options
 from apex_engine.quantize.source.model import Source
 
 
-@pytest.fixture(scope="module")
-def source(tiny):
-    return tiny(num_hidden_layers=3)[0]
-
-
-@pytest.fixture(scope="module")
-def finished(tiny):
-    return tiny(num_hidden_layers=3)[1]
-
-
 def test_verify(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "apex")
     read = []

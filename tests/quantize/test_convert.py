@@ -18,16 +18,6 @@ from apex_engine.quantize import dense
 from models import make_model, save_model
 
 
-@pytest.fixture(scope="module")
-def source(tiny):
-    return tiny(num_hidden_layers=3)[0]
-
-
-@pytest.fixture(scope="module")
-def finished(tiny):
-    return tiny(num_hidden_layers=3)[1]
-
-
 def test_the_dense_part_is_bit_equal(source, finished):
     before, after = load_file(source / "model.safetensors"), load_file(finished / "model.safetensors")
     guard = guard_name("model.layers.0.mlp.experts")

@@ -17,16 +17,6 @@ from apex_engine.quantize.source.model import Source
 from models import save_model
 
 
-@pytest.fixture(scope="module")
-def source(tiny):
-    return tiny(num_hidden_layers=3)[0]
-
-
-@pytest.fixture(scope="module")
-def finished(tiny):
-    return tiny(num_hidden_layers=3)[1]
-
-
 def test_a_finished_checkpoint_is_left_alone(source, finished):
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
     _, done = convert("x", Source(source), finished, Options(), lambda n: None)
